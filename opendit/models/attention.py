@@ -1,6 +1,6 @@
 """Attention layers: self-attention to all tokens of a sample or to groups of tokens, and cross-attention to captions.
 
-Each layer computes attention from q, k, v with its attribute ``attend``, which kernels replace."""
+Each layer calls its attribute ``attend`` on q, k, v. To use another kernel, replace this attribute."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,15 +46,15 @@ class TokenGrid:
 
     Attributes:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
-        rotary: Rotations of rotary positions, fp32: ([B,] N, d / 2, 2) if all heads share them, otherwise (N, D / 2,
-            2). If ranks divide the sequence, the second form covers only the tokens and heads that this rank projects.
+        rotary: Rotations, fp32: ([B,] N, d / 2, 2) if all heads share them, otherwise (N, D / 2, 2). If ranks divide
+            the sequence, (N, D / 2, 2) covers only the tokens and heads that this rank projects.
         learned: Learned positions (1 or B, n, D) of this rank's tokens, if every block adds them.
         shards: Division of the sequence over ranks.
-        packed: The segments of a pack, or this rank's part of them.
-        streams: Number of tokens of each stream. Except in packs, the streams follow each other in the sequence.
-        keys: Mask (B, N) bool, True for tokens that are attended to; None if all tokens are.
+        packed: Segments of a pack. If ranks divide the pack, only this rank's tokens.
+        streams: Each stream's token count. Except in packs, the sequence holds one stream after the other.
+        keys: Mask (B, N) bool, True for tokens to attend to; None for all tokens.
         interleaved: Order of the tokens in a pack with several streams; None otherwise.
-        vectors: (B, n) int64, non-decreasing: the index of each token's modulation vector, if samples have several.
+        vectors: Index of each token's modulation vector, (B, n) int64, non-decreasing; None if a sample has one vector.
     """
 
     sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ class TokenGrid:
     vectors: Tensor | None = None
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """Split x, which has the tokens of all streams in dimension ``dim``, into one tensor for each stream."""
+        """Split x into one tensor for each stream. Dimension ``dim`` counts the tokens."""
         return x.split(self.streams, dim=dim) if self.interleaved is None else self.interleaved.split(x, dim)
 
     def join(self, streams: Sequence[Tensor]) -> Tensor:
@@ -81,8 +81,8 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return (index,), or () if every sample has one modulation vector. ``index`` holds the number of each token's
-    modulation vector; in a pack, this is the number of the token's segment."""
+    """Return (index,) with the index of each token's modulation vector, or () if every sample has one vector. In a
+    pack, a token's index is the number of its segment."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
@@ -105,20 +105,19 @@ class SequenceShards(Protocol):
         ...
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return the slice of a table (N, F) for the tokens and heads whose queries this rank projects. The table has a
-        row for each token, and columns for the channels of all heads."""
+        """Return the slice of ``table`` for the tokens and heads that this rank projects. table: (N, F), with a row for
+        each token and columns for the channels of all heads."""
         ...
 
     @property
     def takes_projection(self) -> bool:
-        """True if callers must use :meth:`project_and_attend`, which overlaps communication and matrix products."""
+        """True if callers must use :meth:`project_and_attend` instead of :meth:`attention`."""
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
         """Attend from this rank's tokens to the tokens of all ranks; return (B, n, D). q (B, H, n, d) and k, v (B,
         kv_heads, n, d) belong to this rank's tokens; ``attend`` normalises and rotates them. If tensor parallelism
-        divides the layer's heads, H and D count only this rank's heads, and n counts the tokens of all tensor-parallel
-        ranks."""
+        divides the heads, H and D count this rank's heads, and n counts the tokens of all tensor-parallel ranks."""
         ...
 
     def project_and_attend(
@@ -145,10 +144,9 @@ class SequenceShards(Protocol):
         attend: "Callable[[Tensor, AnyProjection, TokenGrid], Tensor]",
         rotary: Tensor | None,
     ) -> Tensor:
-        """Attend from each of this rank's tokens x (B, n, D) to the tokens on the same line of the grid; return (B, n,
-        D). axis: 0 for the tokens at the same spatial position in all frames, 1 for the tokens of the same frame.
-        ``attend(tokens, qkv, grid)`` computes the output for a grid that is complete along the axis. rotary: rotations
-        of all tokens."""
+        """Attend from this rank's tokens x (B, n, D) along one axis of the grid; return (B, n, D). axis: 0 for
+        attention along time, 1 for attention within frames. ``attend(tokens, qkv, grid)`` computes the output for a
+        grid with all tokens along the axis. rotary: rotations of all tokens."""
         ...
 
     # Methods for token routes. The tokens that a route processes may be on any rank.
@@ -170,7 +168,7 @@ class SequenceShards(Protocol):
 
     @property
     def rows_of_streams(self) -> tuple[int, ...]:
-        """Number of tokens per rank of each stream."""
+        """Each stream's number of tokens per rank."""
         ...
 
     def take_stream(self, number: int, x: Tensor) -> Tensor:
@@ -191,9 +189,9 @@ class SequenceShards(Protocol):
 class Attention(nn.Module):
     """Multi-head self-attention with one qkv projection. Parameter names are timm's: qkv, proj.
 
-    ``kv_heads`` heads of keys and values are each shared by neighbouring query heads (grouped-query attention, Ainslie
-    et al. 2023). Queries and keys get RMSNorms if ``options.qk_norm`` (as in Stable Diffusion 3). Kernels may replace
-    ``attend``, which maps q, k, v (B, H, N, d) to (B, H, N, d), and ``varlen``, which is for packs with short segments.
+    If ``kv_heads`` is set, neighbouring query heads share keys and values (grouped-query attention, Ainslie et al.
+    2023). With ``options.qk_norm``, queries and keys get RMSNorms. Kernels may replace two attributes: ``attend`` maps
+    q, k, v (B, H, N, d) to (B, H, N, d), and ``varlen`` is for packs with short segments.
     """
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
@@ -212,8 +210,8 @@ class Attention(nn.Module):
         self.varlen: Varlen | None = None
 
     def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
-        """Return the attention output (B, N, D) before the output projection, which :class:`BlockOps` applies. With
-        ``grid.shards``, x holds only this rank's tokens."""
+        """Return the attention output (B, N, D) before the output projection. With ``grid.shards``, x holds only this
+        rank's tokens."""
         attend, shards = GridAttention(self, grid, ops), None if grid is None else grid.shards
         if shards is not None and shards.takes_projection:
             # The float8 operation does not support query heads that share keys, so torch computes this projection.
@@ -239,8 +237,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def _qkv_of_every_head(self) -> "AnyProjection":
-        """Return a projection with separate keys and values for every query head, for strategies that divide heads. If
-        query heads share keys and values, this copies rows of the weight."""
+        """Return a projection with separate keys and values for every query head, for strategies that divide heads.
+        Shared heads are copied."""
         if self.kv_heads == self.num_heads:
             return self.qkv
         weight, bias, low_rank = self.qkv.weight, self.qkv.bias, self.qkv.low_rank
@@ -320,8 +318,7 @@ class GridAttention:
         return self.layer.attention(q, k, v, self.grid, self.ops, self.normalised)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise and rotate the queries and keys of consecutive tokens, which begin at index ``first``. Query heads
-        may share keys and values."""
+        """Normalise and rotate the queries and keys of consecutive tokens. first: index of the first token."""
         grid = self.grid
         if grid is not None and grid.rotary is not None:
             grid = replace(grid, rotary=grid.rotary[..., first : first + q.shape[2], :, :])
@@ -330,8 +327,7 @@ class GridAttention:
 
 @dataclass(frozen=True)
 class MadeProjection:
-    """A linear layer whose weight (out, in), bias (out,) and LoRA matrices were computed from other parameters. Bias
-    and LoRA may be None."""
+    """A linear layer with computed tensors: weight (out, in), and optionally bias (out,) and LoRA matrices."""
 
     weight: Tensor
     bias: Tensor | None
@@ -360,19 +356,18 @@ def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
-    """Expand a parameter of ``Attention.qkv`` from ((H + 2 K) d, ...) to (3 H d, ...) by copying the K heads of keys
-    and of values for each of the H query heads."""
+    """Expand a parameter of ``Attention.qkv`` from ((H + 2 K) d, ...) to (3 H d, ...): copy the K shared heads to H
+    heads of keys and H heads of values."""
     if has_torch_function((rows,)):
-        # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so
-        # dispatch the whole function as one call.
+        # Gemini keeps parameters in memory only during a call, and views must not outlive it. So dispatch this function
+        # as one call.
         return handle_torch_function(_of_every_head, (rows,), rows, num_heads, kv_heads)
     q, *shared = rows.unflatten(0, (num_heads + 2 * kv_heads, -1)).split((num_heads, kv_heads, kv_heads))
     return torch.cat([q, *(part.repeat_interleave(num_heads // kv_heads, dim=0) for part in shared)]).flatten(0, 1)
 
 
 class AxialAttention(Attention):
-    """Attention from every token of a grid (frames, spatial positions) to the tokens on the same line along
-    ``axis``."""
+    """Attention along one axis of a grid (frames, spatial positions): along time or within frames."""
 
     axis: ClassVar[int]  # 0 for attention along frames (time), 1 for attention within a frame
 
@@ -403,32 +398,30 @@ class AxialAttention(Attention):
 
 
 class FrameAttention(AxialAttention):
-    """Attention from every token to the tokens of the same frame: T attentions of S tokens each, (B T, H, S, d).
+    """Attention within frames: T attentions of S tokens each, (B T, H, S, d).
 
-    Rotations along time may be included, because they are equal for all tokens of a frame and do not change q k^T."""
+    Rotations along time do not change q k^T, because they are equal for all tokens of a frame."""
 
     axis = 1
 
 
 class TemporalAttention(AxialAttention):
-    """Attention from every token to the tokens at the same spatial position in all frames: S attentions of T tokens
-    each, (B S, H, T, d)."""
+    """Attention along time, at each spatial position: S attentions of T tokens each, (B S, H, T, d)."""
 
     axis = 0
 
 
 def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # Along time, a picture has sequences of one token, which the selected kernel may not support.
+    # A picture has one token along time, and the selected kernel may not support that.
     return (local_attention if q.shape[2] == 1 else attend)(q, k, v)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v for q (B, H, N, d) and k, v (B, H, M, d), over the keys that ``mask`` (B, M)
-    bool selects. Every sample needs at least one selected key.
+    """Return softmax(q k^T / sqrt(d)) v for q (B, H, N, d) and k, v (B, H, M, d), over the keys with a True ``mask``
+    (B, M). Every sample needs at least one such key.
 
-    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel if it
-    supports the inputs. Flash attention does not support masks, and plain operations would keep the N x M scores for
-    the backward pass.
+    The kernel broadcasts the mask (B, 1, 1, M). On a GPU, the memory-efficient kernel is preferred: flash attention
+    does not support masks, and plain operations would keep N x M scores for the backward pass.
     """
     mask = mask[:, None, None, :]
     if not q.is_cuda:
@@ -457,9 +450,8 @@ class CrossAttention(nn.Module):
         self.picture_norm = RMSNorm(width, options.qk_eps) if options.pictures else None
 
     def keys_values(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, M, H, d) of tokens (B, M, D). They depend only on the tokens, so sampling can
-        compute them once for all steps. mask: mask of the caption's tokens. The tokens of a picture may precede the
-        caption's; they have no mask."""
+        """Return keys and values (B, M, H, d) of tokens (B, M, D). Sampling can compute them once for all steps. mask:
+        mask of the caption's tokens. A picture's tokens, if any, come first and have no mask."""
         if self.picture_kv is None or mask is None:
             return self._keys_values(tokens, self.kv, self.k_norm)
         count = tokens.shape[1] - mask.shape[1]
@@ -480,9 +472,9 @@ class CrossAttention(nn.Module):
         return norm(x.flatten(2)).unflatten(2, (x.shape[2], -1)) if self.across else norm(x)
 
     def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:
-        """Return the attention output (B, N, D) of tokens x (B, N, D) before the output projection. ``context`` is the
-        tokens and their mask, or the keys and values from :meth:`keys_values` and the mask. For a pack, their first
-        dimension is the number of segments."""
+        """Return the attention output (B, N, D) of tokens x (B, N, D) before the output projection. context: (tokens,
+        mask), or (keys, values, mask) with the result of :meth:`keys_values`. For a pack, their first dimension counts
+        segments."""
         *source, mask = context
         k, v = self.keys_values(source[0], mask) if len(source) == 1 else source
         q = ops.linear(x, cast(Projection, self.q)) if self.in_operations else self.q(x)
@@ -504,7 +496,7 @@ class CrossAttention(nn.Module):
         return output.transpose(1, 2).flatten(2)
 
     def _attend_to_all(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attend to all keys. The signature is that of :func:`masked_attention`, but the mask is ignored."""
+        """Attend to all keys and ignore the mask. Same signature as :func:`masked_attention`."""
         return self.attend(q, k, v)
 
     def forward(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:

@@ -25,7 +25,7 @@ from opendit.models.layers import TIME_FREQUENCIES, timestep_embedding
 
 # ------------------------------------------------------------------------------------------ representation alignment
 #
-# This loss maximises the cosine similarity between projected tokens of an intermediate block and a frozen vision
+# This loss maximises the cosine similarity between an intermediate block's projected tokens and a frozen vision
 # encoder's features of the clean picture. The projector is saved with the model. Only the projector and the blocks
 # before it get gradients from this loss.
 
@@ -100,8 +100,8 @@ def run_tapped(
     above: Callable[..., Tensor],
     checkpointed: bool | str = False,
 ) -> Tensor:
-    """Run all blocks on x (B, N, D), like ``run_blocks``, and call ``take`` with the tokens after the first ``at``
-    blocks. ``below`` runs the first ``at`` blocks, and ``above`` the others."""
+    """Run all blocks on x (B, N, D), like ``run_blocks``. ``below`` runs the first ``at`` blocks, then ``take`` is
+    called with the tokens, then ``above`` runs the remaining blocks."""
     blocks, modulations = list(blocks), iter(modulations)
     contexts = context if isinstance(context, list) else [cast(Any, context)] * len(blocks)
     x = below(blocks[:at], x, modulations, contexts[:at], grid, checkpointed=checkpointed)
@@ -133,9 +133,9 @@ def weighted(losses: Tensor, u: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------ token routes
 #
-# Consecutive blocks (the route) process only some of each sample's tokens. Sampling uses all tokens in all blocks. In
-# [T] the other tokens skip the route unchanged. In [S] a learned mask token replaces each skipped token after the
-# route, and a projection fuses this sequence with the sequence of all tokens from before the route.
+# In training, consecutive blocks (the route) process only some of each sample's tokens. In [T] the remaining tokens
+# skip the route unchanged. In [S] a learned mask token replaces each skipped token. Then a projection fuses the
+# sequence after the route with the sequence before it.
 
 
 class Fusion(nn.Module):
@@ -148,8 +148,7 @@ class Fusion(nn.Module):
 
     def forward(self, deep: Tensor, shallow: Tensor, dropped: Tensor | None = None) -> Tensor:
         """Fuse the tokens ``deep`` after a route with the tokens ``shallow`` before it, both (B, N, D). dropped: (B,)
-        bool, True for samples whose ``deep`` tokens are all replaced by mask tokens; (N,) for the tokens of a pack;
-        None for no sample."""
+        bool, or (N,) for the tokens of a pack: True to replace ``deep`` tokens by mask tokens; None to replace none."""
         if dropped is not None:
             deep = torch.where(dropped.view(len(deep), -1, 1), self.mask_token.to(deep.dtype), deep)
         return self.linear(torch.cat((deep, shallow), dim=-1))
@@ -159,8 +158,8 @@ class Fusion(nn.Module):
 
 
 class _KeptTokens(torch.autograd.Function):
-    """x.gather(1, index) for distinct indices. The backward pass copies gradients; that of ``gather`` adds them, which
-    is slower."""
+    """x.gather(1, index) for distinct indices, with a faster backward pass: it copies gradients instead of adding
+    them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -190,17 +189,16 @@ def run_routed(
 ) -> Tensor:
     """Run all blocks on x (B, N, D) like :func:`run_blocks`. The blocks of a route process only the tokens ``kept``.
 
-    If ``grid`` divides the sequence over ranks, x has this rank's tokens. Before and after the route, ranks gather all
-    tokens, because each rank must get an equal number of kept tokens.
+    If ranks divide the sequence, x holds this rank's tokens. Ranks gather all tokens before and after the route, to
+    divide the kept tokens evenly.
 
     Args:
         route: First block of the route, and first block after it.
         kept: (B, n) int64, distinct token indices of each sample in ascending order; None for all tokens. For a pack,
             (1, n) indices into the pack.
-        fusion: Fuses the tokens after the route with those before it; None to put the kept tokens back among the
-            skipped ones.
-        dropped: (B,) bool, True for samples for which mask tokens replace the route's result; (S,) for the segments of
-            a pack. Unused without ``fusion``.
+        fusion: Fuses the tokens before and after the route; None to put the kept tokens back among the skipped ones.
+        dropped: (B,) bool, or (S,) for the segments of a pack: True to replace the route's result by mask tokens.
+            Unused without ``fusion``.
     """
     blocks, modulations, (first, last) = list(blocks), iter(modulations), route
     contexts = context if isinstance(context, list) else [cast(Context, context)] * len(blocks)
@@ -221,9 +219,8 @@ def run_routed(
 def run_on_kept(
     run: Callable[..., Tensor], x: Tensor, grid: TokenGrid | None, kept: Tensor | None, fusion: Fusion | None = None
 ) -> Tensor:
-    """Replace the tokens ``kept`` of x (B, N, D) by run(tokens, grid=grid of these tokens), and return this rank's
-    tokens. The other tokens stay; with a ``fusion`` they become mask tokens. Other arguments: see
-    :func:`run_routed`."""
+    """Apply ``run`` to the tokens ``kept`` of x (B, N, D) and put the results in their places; return this rank's
+    tokens. Skipped tokens stay, or become mask tokens if there is a ``fusion``. Arguments: see :func:`run_routed`."""
     if kept is None:
         return run(x, grid=grid)
     index = kept.unsqueeze(-1).expand(-1, -1, x.shape[-1])
@@ -240,8 +237,8 @@ def run_on_kept(
 
 
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:
-    """Return the grid of the tokens ``kept`` (B, n). Its position tables have a batch dimension, because samples keep
-    different tokens. Only the rotary table of a pack has none."""
+    """Return the grid of the tokens ``kept`` (B, n). Samples keep different tokens, so position tables get a batch
+    dimension, except a pack's rotary table."""
     rotary = None if grid.rotary is None else grid.rotary[kept if grid.packed is None else kept[0]]
     learned, shards = grid.learned, grid.shards
     few = None if shards is None else shards.of_length(kept.shape[1])

@@ -14,15 +14,14 @@ The condition determines shift, scale and gate (adaLN-Zero; Peebles & Xie 2023).
               MLP
     MovieGen  attention, [caption, not modulated], MLP                rms     SwiGLU
     FLUX.1    attention, MLP in two streams; later blocks have one    layer   GELU
-              stream, whose attention and MLP read the same norm
+              stream, and one norm for both branches
     FLUX.2    as FLUX.1                                               layer   SwiGLU
     Z-Image   attention, MLP, and a norm after each                   rms     SwiGLU
     Wan       attention, caption (not modulated), MLP                 layer   GELU
     Cosmos    attention, caption, MLP                                 layer   GELU, exact
 
 ``--norm`` and ``--mlp`` can change the norm and the MLP of the first four rows. The other rows are public models
-(opendit/models/families). The code that parallelises blocks, casts them to FP8 or counts their operations reads the
-specification.
+(opendit/models/families). Code that parallelises blocks or counts their operations reads the specification.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,8 +62,8 @@ from opendit.models.layers import (
 # Input of cross-attention: the caption's tokens (B, L, D) and mask (B, L) bool; or the keys and values (B, L, H, d)
 # that a block has computed from the tokens, and the mask.
 Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-# A block's shifts, scales and gates, concatenated to (B, chunks * D); or the pair from which the block computes them:
-# the condition c (B, D), and the modulation that all blocks share (None without one).
+# A block's shifts, scales and gates, concatenated to (B, chunks * D). Or the pair (c, shared), from which the block
+# computes them: the condition c (B, D), and the modulation that all blocks share, or None.
 Modulation = Tensor | tuple[Tensor, Tensor | None]
 Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last): the deferred sum x + gate * last(z)
 
@@ -106,29 +105,28 @@ class BlockSpec:
         branches: The block's branches, in order.
         norm: Norm before every branch, "layer" (without weights) or "rms" (one weight per channel if ``norm_weight``).
         mlp: "gelu" (tanh approximation), "gelu_exact" or "swiglu".
-        kv_heads: Number of heads of keys and values; None for the same number as ``heads``.
-        experts: Experts whose output is added to the MLP's; None for an MLP without experts.
+        kv_heads: Number of heads of keys and values; None for ``heads``.
+        experts: Experts beside the MLP; None for no experts.
         options: Options that all architectures support.
         eps: Epsilon of the norms.
         norm_weight: True if RMS norms have weights.
         norm_after: True to normalise each branch's output before its gate, in addition to the norm before the branch.
-        parallel: True if attention and MLP read the same norm and share one shift, one scale and one gate.
+        parallel: True if attention and MLP share one norm, shift, scale and gate.
         caption_norm: Norm before the caption's branch. False: the norm ``norm``; True: LayerNorm with weights and
             biases; None: no norm.
         values: Names of a modulated branch's modulation vectors, in order. Without "shift" the shift is 0.
         tanh_gates: True to apply tanh to the gates.
-        source: Source of the modulation. "own": a linear layer of the block. "table": the sum of a learned table and
-            the modulation that all blocks share. "shared": vectors of the shared modulation. "branches": the shared
+        source: Source of the modulation. "own": a linear layer of the block. "table": a learned table plus the
+            modulation that all blocks share. "shared": vectors of the shared modulation. "branches": the shared
             modulation plus one low-rank correction for each branch. "none": no branch is modulated.
         shared_first: For source "shared", the number of the block's first vector in the shared modulation.
         condition: Width of the condition c; None for D.
         context: Width of the caption's tokens; None for D.
         silu: True to apply SiLU before the modulation's linear layer.
-        modulation_bias: True if the modulation's linear layer has a bias; None for the same as ``options.bias``.
-        streams: Names of the token streams with separate weights, in their order in the sequence: ("text", "media").
-            Empty if all tokens use the same weights.
-        read: The streams that only provide keys and values to attention. Their tokens pass through the block unchanged,
-            and they have no output projection and no MLP.
+        modulation_bias: True if the modulation's linear layer has a bias; None for ``options.bias``.
+        streams: Token streams with separate weights, in sequence order, such as ("text", "media"). Empty if all tokens
+            share the weights.
+        read: Streams that only provide keys and values. The block does not change their tokens.
     """
 
     width: int
@@ -194,17 +192,16 @@ class BlockSpec:
 
 
 class ResidualStream:
-    """Residual stream x (B, N, D) of a block, or of an uncut stack of blocks (see :func:`is_cut`). The output of the
-    last branch is stored separately, and added to x only when x is read.
+    """The residual stream x (B, N, D) of a block, or of an uncut stack of blocks (see :func:`is_cut`). The last
+    branch's output is added to x only when x is read.
 
-    A fused operation can then compute the sum and the next norm in one pass, which saves one read of x between two
-    blocks and one of its gradient (DiT-XL/2 on an H200: 65 us each). While a branch runs, only this object refers to
-    the tensors, so their memory is freed as soon as they are added. rows: see :func:`of_rows`. stack: False for a
-    single block.
+    A fused operation can then compute the sum and the next norm in one pass. Callers must keep no references to x and
+    to branch outputs, so that their memory is freed as soon as they are added. rows: see :func:`of_rows`. stack: False
+    for a single block.
     """
 
     def __init__(self, x: Tensor, rows: tuple[Tensor, ...] = (), stack: bool = False):
-        self._parts: tuple[Any, ...] = (x,)  # (x,), or (x, gate, z, last), which represents x + gate * last(z)
+        self._parts: tuple[Any, ...] = (x,)  # (x,), or (x, gate, z, last) for x + gate * last(z)
         self._routing: tuple[Tensor, Routing] | None = None
         self._rows, self._stack, self._outside = rows, stack, True
         self._streams: list[ResidualStream] | None = None
@@ -239,9 +236,8 @@ class ResidualStream:
         return y
 
     def add(self, gate: Tensor, z: Tensor, last: Projection, routing: Routing | None = None) -> None:
-        """Add gate * (last(z) + routing.result()), the outputs of the branch's last layer and of its experts (if any).
-        In a single block, the experts' result is added last, so that tokens can return from other ranks while the last
-        layer computes."""
+        """Add gate * (last(z) + routing.result()): the output of the branch's last layer and of the experts, if any. A
+        single block adds the experts' result last, so that tokens can return from other ranks meanwhile."""
         (x,) = self._taken()
         if routing is not None and routing.travels and not self._stack:
             self._routing = gate, routing
@@ -250,7 +246,7 @@ class ResidualStream:
         self._parts = x, gate, z, last
 
     def put(self, x: Tensor) -> None:
-        """Set the residual stream to x, which the caller has computed from the result of :meth:`take`."""
+        """Set the residual stream to x, computed from the result of :meth:`take`."""
         self._parts = (x,)
 
     def take(self, ops: BlockOps) -> Tensor:
@@ -275,10 +271,9 @@ class ResidualStream:
 class Block(nn.Module):
     """A Transformer block that maps x (B, N, D) to (B, N, D), built from any specification.
 
-    Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So a stack can be cut
-    between any two blocks by FSDP2 shard units, pipeline stages, checkpoints or compiled regions. A block that is a
-    shard unit has its weights only while it is called, and computes the modulation inside the call, ``block(x, (c,
-    shared), ...)``.
+    Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So FSDP2 shard units,
+    pipeline stages, checkpoints and compiled regions can begin at any block. A shard unit has its weights only during
+    its call, so it computes the modulation there: ``block(x, (c, shared), ...)``.
     """
 
     mlp: Mlp
@@ -407,8 +402,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NormalisedProjection:
-    """A branch's last layer followed by a norm. It has the interface of a :class:`Projection` without a bias, so that
-    operations can add its output to the residual stream."""
+    """A branch's last layer followed by a norm, with the interface of a :class:`Projection` without bias."""
 
     layer: Projection
     norm: RMSNorm
@@ -433,8 +427,8 @@ class NoModulation(nn.Module):
 
 
 class SharedModulation(nn.Module):
-    """Modulation module that returns ``count`` values, starting at index ``first``, of the modulation (B, n) that all
-    blocks share."""
+    """Modulation module that returns columns of the blocks' shared modulation (B, n): ``count`` columns from
+    ``first``."""
 
     def __init__(self, first: int, count: int):
         super().__init__()
@@ -447,8 +441,8 @@ class SharedModulation(nn.Module):
 
 class JointBlock(nn.Module):
     """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
-    2024, fig. 2). In x (B, N, D), the tokens of one stream follow those of the other; in a pack, this holds within each
-    segment. ``grid.streams`` holds each stream's number of tokens."""
+    2024, fig. 2). x (B, N, D) holds one stream after the other; in a pack, each segment does. ``grid.streams`` holds
+    the streams' token counts."""
 
     recomputed = True
 
@@ -521,9 +515,9 @@ class JointBlock(nn.Module):
 
 
 def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: BlockOps, grid: TokenGrid) -> Any:
-    """Attend from the tokens of every stream, (B, n_i, D), to the tokens of all streams; return outputs of the same
-    shapes. Each stream's layer normalises its own queries and keys. If ranks divide the tokens, rotary positions are
-    applied later, when a rank has tokens in the order of the sequence."""
+    """Attend from each stream's tokens (B, n_i, D) to the tokens of all streams; return outputs of these shapes. Each
+    stream's layer normalises its queries and keys. If ranks divide the tokens, rotations are applied later, when a rank
+    has tokens in sequence order."""
     tables, rotated = [None] * len(layers), grid
     if grid.rotary is not None and grid.shards is None:
         tables, rotated = grid.split(grid.rotary, dim=-3), replace(grid, rotary=None)
@@ -550,7 +544,7 @@ def make_block(spec: BlockSpec) -> Any:
 if TYPE_CHECKING:
 
     class Blocks(nn.ModuleList):
-        """A ``ModuleList`` whose items are of type ``Block`` to type checkers."""
+        """For type checkers: a ``ModuleList`` of ``Block`` items."""
 
         def __iter__(self) -> Iterator[Block]: ...
         def __getitem__(self, index: int) -> Block: ...
@@ -572,7 +566,8 @@ def run_blocks(
             needs computed modulations, not pairs (c, shared).
         context: One context for all blocks, or a list with one context for each block.
         checkpointed: True to recompute blocks in the backward pass (``--grad_checkpoint``) and keep only x and m;
-            "but_attention" also keeps the outputs of self-attention. Blocks whose ``recomputed`` is False never are.
+            "but_attention" also keeps the outputs of self-attention. Blocks with ``recomputed = False`` are never
+            recomputed.
     """
     # An iterator, because zip on a longer iterable would consume one more modulation than there are blocks.
     modulations = iter(modulations)
@@ -603,8 +598,8 @@ ATTENTION_OPERATORS = {
 
 
 def _keeping_attention() -> tuple[Any, Any]:
-    """Return the checkpoint contexts of a block's forward pass and of its recomputation, which does not repeat
-    self-attention. Attention with fewer keys than queries (to a caption) is recomputed, which takes little time."""
+    """Return checkpoint contexts that save the output of self-attention and recompute everything else. Attention with
+    fewer keys than queries (to a caption) is also recomputed."""
 
     def policy(context: Any, operator: Any, *args: Any, **how: Any) -> CheckpointPolicy:
         if operator in ATTENTION_OPERATORS and args[1].shape[-2] >= args[0].shape[-2]:
@@ -624,9 +619,9 @@ def is_cut(block: nn.Module) -> bool:
 class FinalLayer(nn.Module):
     """adaLN and a linear layer that maps each token to its patch: (B, N, D) to (B, N, out_features).
 
-    values: names of the modulation's vectors, in order; without "shift" it is 0. table: True if the modulation is c
-    plus a learned table. condition: width of c; None for D. rank: rank of the modulation's low-rank layer, whose output
-    is added to the modulation shared with the blocks; None for a full-rank layer without shared modulation.
+    values: names of the modulation's vectors, in order; without "shift" the shift is 0. table: True if the modulation
+    is c plus a learned table. condition: width of c; None for D. rank: rank of this layer's correction of the blocks'
+    shared modulation; None for a full-rank modulation of its own.
     """
 
     def __init__(
@@ -650,7 +645,7 @@ class FinalLayer(nn.Module):
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         """Return the modulation vectors, concatenated to (B, len(values) * D), for the condition c (B, D). shared: the
-        blocks' shared modulation, to which a low-rank layer's output is added."""
+        blocks' shared modulation, if this layer corrects it."""
         return self.adaLN_modulation(c, shared)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:

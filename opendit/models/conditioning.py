@@ -1,8 +1,8 @@
 """Conditions of models: labels, captions encoded as tokens and a pooled vector, and conditioning frames.
 
-The condition ``y`` of a text model is a :class:`TextCondition` from a frozen encoder (CLIP, T5). For the text encoder
-"bytes", which is part of the model, it is token ids (B, L) int64 from :func:`encode_bytes`. To train classifier-free
-guidance, a dropped caption is replaced by the encoder's embedding of the empty string; see :func:`where`.
+A text model's condition ``y`` is a :class:`TextCondition` from a frozen encoder (CLIP, T5). The text encoder "bytes" is
+inside the model, so ``y`` is then token ids (B, L) int64 from :func:`encode_bytes`. To train classifier-free guidance,
+:func:`where` replaces dropped captions by the empty caption.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class TextConfig:
     # name of the encoder: "bytes" is part of the model; others (clip, t5) are frozen and outside of the model
     name: str
     width: int  # width of the encoder's tokens and of its pooled vector
-    max_tokens: int  # number of tokens that every caption is padded or cut to, so that all batches have the same shape
+    max_tokens: int  # every caption is padded or cut to this number of tokens
     cross_attention: bool = False  # True if blocks attend to the tokens; False if only the pooled vector is used
 
     @property
@@ -37,10 +37,9 @@ class TextConfig:
 class TextCondition:
     """Encoded captions: tokens (B, L, Dt), mask (B, L) bool, True for tokens, and pooled vector (B, Dt).
 
-    ``pooled`` may hold the tokens of a picture, (B, tokens, width). ``guidance`` is the guidance scale (B,), for models
-    with the scale as an input. ``shortest`` is a lower bound of the captions' numbers of tokens, which the host knows
-    without waiting for the device. This is not a named tuple, because training plugins rebuild tuples, and some can't
-    rebuild named ones.
+    ``pooled`` may instead hold a picture's tokens (B, tokens, width). ``guidance`` is the guidance scale (B,), for
+    models with the scale as an input. ``shortest`` is a lower bound of the captions' token counts, known without
+    waiting for the device. This is no named tuple, because some training plugins can't rebuild named tuples.
     """
 
     tokens: Tensor
@@ -62,8 +61,8 @@ class TextCondition:
     def to(self, *args: Any, **kwargs: Any) -> "TextCondition":
         """Apply ``Tensor.to`` to every field. A dtype only affects ``tokens`` and ``pooled``."""
         moved = self._each(lambda field: field.to(*args, **kwargs))
-        # The guidance scale keeps its dtype, because 1000 times the scale is embedded like a time, and half precision
-        # would round this number to a multiple of 8 or 16.
+        # The guidance scale keeps its dtype: 1000 times the scale is embedded, and bf16 would round that to multiples
+        # of 8 or 16.
         guidance = None if self.guidance is None else self.guidance.to(moved.tokens.device)
         return replace(moved, mask=moved.mask.bool(), guidance=guidance)
 
@@ -106,9 +105,8 @@ def joined(conditions: Sequence[Condition]) -> Condition:
 
 
 def of_same_pictures(null: Condition, y: Condition) -> Condition:
-    """Return the null condition of guidance with the picture tokens of ``y``. Without picture tokens, return ``null``
-    unchanged. null: condition with batch size 1 or B. Picture tokens are in the field ``pooled``, (B, tokens,
-    width)."""
+    """Return guidance's null condition with the picture tokens of ``y`` (field ``pooled``, (B, tokens, width)). If y
+    has none, return ``null`` unchanged. null: condition with batch size 1 or B."""
     if not isinstance(y, TextCondition) or not isinstance(null, TextCondition) or y.pooled.dim() != 3:
         return null
     return replace(null if len(null) == len(y) else null[[0] * len(y)], pooled=y.pooled)
@@ -147,9 +145,9 @@ def masked_mean(tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 class CaptionEmbedder(nn.Module):
-    """Embedding of encoded captions: a vector (B, D), which is added to the timestep's embedding for adaLN, and, with
-    cross-attention, the tokens (B, L, D) that all blocks attend to. Both are normalised first, because the outputs of
-    text encoders differ in scale by orders of magnitude (Imagen, Saharia et al. 2022, app. D)."""
+    """Embedding of encoded captions. The vector (B, D) is added to the timestep's embedding. With cross-attention, all
+    blocks attend to the tokens (B, L, D). The encoder's outputs are normalised first, because text encoders differ in
+    scale by orders of magnitude (Imagen, Saharia et al. 2022, app. D)."""
 
     def __init__(self, text: TextConfig, dim: int):
         super().__init__()
@@ -168,15 +166,15 @@ class CaptionEmbedder(nn.Module):
 
 # ------------------------------------------------------------------------------------------ conditioning frames
 #
-# --given_frames: the network's input is x_t ++ mask ++ given, where ++ concatenates channels: the noisy latents x_t
-# (C channels), a mask (1 channel) that is 1 in conditioning frames, and the latents of the conditioning frames (C
-# channels), which are 0 in other frames.
+# --given_frames: the network's input is x_t ++ mask ++ given (++ concatenates channels). x_t: noisy latents (C
+# channels). mask: 1 in conditioning frames, 0 elsewhere (1 channel). given: latents of the conditioning frames, 0
+# elsewhere (C channels).
 #
 # Models with conditioning frames *in place* (Wan 2.2 TI2V) embed only C channels: the clean latents replace the noisy
 # ones in conditioning frames, and the time of these tokens is 0. The loss excludes conditioning frames.
 #
-# Image-to-video models (Wan 2.1 and 2.2 I2V) embed the repeated mask and the latents of a clip that is grey after its
-# first frame, in addition to x_t. They always get these channels, and their loss includes all frames.
+# Image-to-video models (Wan 2.1 and 2.2 I2V) always embed x_t, the repeated mask, and the latents of a clip that is
+# grey after its first frame. Their loss includes all frames.
 
 
 def given_channels(in_channels: int) -> int:
@@ -192,14 +190,14 @@ def give(latents: Tensor, lengths: Tensor) -> Tensor:
 
 
 def with_given(x: Tensor, given: Tensor | None) -> Tensor:
-    """Return the network's input: x (B, C, T, H, W) if ``given`` is None, otherwise x ++ ``given``, where ``given`` is
-    the result of :func:`give`."""
+    """Return the network's input: x (B, C, T, H, W) ++ ``given``, or x if ``given`` is None. given: the result of
+    :func:`give`."""
     return x if given is None else torch.cat([x, given.to(x.dtype)], dim=1)
 
 
 def in_place(x: Tensor, channels: int) -> Tensor:
-    """Convert x ++ mask ++ given (B, 1 + 2 C, T, H, W) to C = ``channels`` channels, in which the given latents replace
-    x in conditioning frames."""
+    """Replace x by the given latents in conditioning frames: x ++ mask ++ given (B, 1 + 2 C, T, H, W) becomes (B, C, T,
+    H, W). C is ``channels``."""
     x, mask, given = x.split([channels, 1, channels], dim=1)
     return torch.where(mask > 0, given, x)
 
@@ -220,8 +218,8 @@ def give_beside(latents: Tensor) -> Tensor:
 
 
 def beside(x: Tensor, channels: int, given: int) -> Tensor:
-    """Repeat the mask of x ++ mask ++ latents (B, 1 + 2 C, T, H, W), so that ``given`` channels follow the C =
-    ``channels`` noisy ones. Raises ValueError if x has only the noisy channels."""
+    """Repeat the mask in x ++ mask ++ latents (B, 1 + 2 C, T, H, W), so that ``given`` channels follow the noisy ones.
+    C is ``channels``. Raises ValueError if x has only the noisy channels."""
     if x.shape[1] == channels:
         raise ValueError("a model of image to video is given the first frame of every clip")
     x, mask, latents = x.split([channels, 1, channels], dim=1)
@@ -247,8 +245,7 @@ LAYERS, HEAD_SIZE, MLP_RATIO = 2, 32, 2
 
 def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
     """Encode captions as ids (B, max_tokens) int64. A caption that is too long is cut between two characters. Lone
-    surrogates, which file names may contain and UTF-8 can't encode, become "?". Raises ValueError if max_tokens is less
-    than 1, because the begin token needs one."""
+    surrogates, which UTF-8 can't encode, become "?". Raises ValueError if max_tokens is less than 1."""
     if max_tokens < 1:
         raise ValueError(f"--max_text_tokens {max_tokens}: not even the begin token fits; give 1 or more")
     ids = torch.full((len(captions), max_tokens), PADDING)
@@ -266,7 +263,7 @@ def byte_tokens(captions: list[str]) -> list[int]:
 
 
 class BytesBlock(nn.Module):
-    """A pre-norm Transformer block in which tokens attend only to tokens whose mask is True."""
+    """A pre-norm Transformer block. Tokens attend only to tokens with a True mask."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -281,8 +278,7 @@ class BytesBlock(nn.Module):
 
 class BytesEncoder(nn.Module):
     """Encoder of ids (B, L) int64, L <= max_tokens, as a :class:`TextCondition` of the configured width. The pooled
-    vector is the mean over the tokens. A classifier of 40 captions learned faster from it than from the begin token's
-    output."""
+    vector is the mean over the tokens."""
 
     positions: Tensor  # (1, max_tokens, width), a table in DiTConfig.tables
 

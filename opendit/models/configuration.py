@@ -16,12 +16,11 @@ from opendit.models.layers import TIME_FREQUENCIES, Options
 from opendit.models.positions import rotary_shares
 
 # The newest revision of models. A configuration describes different models in different revisions:
-#   1  With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
-#      before the first block. Files that state no revision have revision 1.
+#   1 With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
+#      before the first block. Files without a revision have revision 1.
 #   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
-# New runs use the newest revision. A checkpoint of a model that differs between revisions keeps its revision, even when
-# it is converted or resumed.
+# New runs use the newest revision. Checkpoints keep their revision, also when they are resumed or converted.
 REVISION = 2
 LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if they are set
 # fields that can change an architecture's default norm or MLP -> their allowed values
@@ -94,14 +93,14 @@ class DiTConfig:
 
     @property
     def in_operations(self) -> bool:
-        """True if FP8 and --recompute support every norm, projection and MLP of a block: LayerNorm, GELU, and one head
-        of keys and values for each query head. Cross-attention does not matter, because torch always computes it."""
+        """True if FP8 and --recompute support the block: LayerNorm, GELU, and one head of keys and values for each
+        query head. Cross-attention does not matter."""
         spec = self.block
         return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
 
     @property
     def float8(self) -> bool:
-        """True if FP8 supports the branches of a block. FP8 also needs biases, for which there is a separate check."""
+        """True if FP8 supports a block's branches. FP8 also needs biases, see :meth:`check_speed`."""
         return self.in_operations and self.block.experts is None
 
     @property
@@ -110,7 +109,7 @@ class DiTConfig:
 
     @property
     def shared_modulation(self) -> bool:
-        """True if each block's modulation is a correction that is added to one modulation that all blocks share."""
+        """True if a block's modulation is a correction added to a modulation that all blocks share."""
         return self.adaln_lora is not None and self.revision >= 2
 
     @property
@@ -149,8 +148,8 @@ class DiTConfig:
         return self.grid_of(self.input_size)
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the number of patches along each side of an input of ``size``. A single frame is one patch long,
-        because it is repeated to fill the patch. Raises ValueError if the patch does not divide the size."""
+        """Return the number of patches along each side of an input of ``size``. A single frame is repeated to fill one
+        patch. Raises ValueError if the patch does not divide the size."""
         if self.is_video and size[0] == 1:
             size = (self.patch[0], *size[1:])
         if len(size) != len(self.patch) or any(s < 1 or s % p for s, p in zip(size, self.patch, strict=False)):
@@ -163,9 +162,8 @@ class DiTConfig:
 
     @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Fixed position tables: name of the buffer -> width of the table and sides of its grid. They depend only on
-        the configuration and are always computed; a file's tensors with these names are unused. ``pos_embed`` is Meta's
-        name."""
+        """Fixed position tables: name of the buffer -> width of the table and sides of its grid. Tables are always
+        computed; a file's tensors with these names are unused. ``pos_embed`` is Meta's name."""
         tables: dict[str, tuple[int, tuple[int, ...]]] = {}
         if self.positions == "sincos":
             tables["pos_embed"] = self.hidden_size, self.grid[-2:]
@@ -217,9 +215,9 @@ class DiTConfig:
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the kind as a dictionary for JSON. ``norm`` and ``mlp`` are left out if they have the
-        architecture's default values, and fields in LATER if they are not set, so that earlier versions of OpenDiT can
-        read the dictionary."""
+        """Return the fields and the kind as a dictionary for JSON. Some fields are left out so that earlier versions of
+        OpenDiT can read the dictionary: ``norm`` and ``mlp`` if they have the architecture's default values, and fields
+        in LATER if they are not set."""
         values = {"kind": self.kind, **asdict(self)}
         values = {key: value for key, value in values.items() if key not in LATER or value}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}

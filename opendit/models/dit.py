@@ -1,7 +1,7 @@
-"""DiT: a Transformer that denoises latent patches (Peebles & Xie, "Scalable Diffusion Models with
-Transformers", ICCV 2023), with adaLN-Zero conditioning on timestep and class or caption.
+"""DiT: a Transformer that denoises latent patches, conditioned on timestep and class or caption with adaLN-Zero
+(Peebles & Xie, "Scalable Diffusion Models with Transformers", ICCV 2023).
 
-Parameter names are those of Meta's release, so that Meta's checkpoints load strictly.
+Parameters have the names in Meta's release, so that Meta's checkpoints load strictly.
 """
 
 import math
@@ -72,14 +72,12 @@ class DiT(nn.Module):
         self.uncertainty: Uncertainty | None = Uncertainty() if config.uncertainty else None
         self.ops: BlockOps = BlockOps()
         self.grad_checkpoint: bool | str = False  # the argument ``checkpointed`` of run_blocks
-        # True to compute modulations inside the blocks. Sharding needs this: weights are present only while their block
-        # is called.
+        # True to compute modulations inside the blocks. Sharding needs this: a block's weights are present only during
+        # its call.
         self.modulate_in_blocks = False
-        # Function of (number of tokens, sizes of their grid) that returns the division of a sequence over ranks; None:
-        # one rank.
+        # Function from (number of tokens, sizes of their grid) to the sequence's division over ranks; None: one rank.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
-        # The route: its first block, and the first block after it. In calls with ``kept``, its blocks process only
-        # those tokens.
+        # The route: its first block, and the first block after it. Its blocks process only the tokens ``kept``.
         self.route: tuple[int, int] | None = config.sprint
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
@@ -98,8 +96,8 @@ class DiT(nn.Module):
         """Map patterns of parameter names to the distributions of initial values. Each name matches one pattern.
 
         This is Meta's initialisation: N(0, 0.02^2) for embedders, zero for modulation and output, and Xavier for the
-        rest. Cross-attention without a gate begins with a zero output projection. With a gate it has a nonzero one: the
-        gate is zero, and with both zero, the gate would get no gradient.
+        rest. Cross-attention without a gate begins with a zero output projection. With a (zero) gate the projection
+        must be nonzero, otherwise the gate would get no gradient.
         """
         xavier, embedder, zero, one = XavierUniform(), Normal(0.02), Constant(0), Constant(1)
         full = self.config.adaln_lora is None
@@ -146,8 +144,8 @@ class DiT(nn.Module):
         sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
         """Replace torch expressions by kernels or by a parallel strategy; return self. With ``sequence`` several ranks
-        divide the tokens of every sample; they call the model with the same arguments and get the complete output. The
-        gradients on a rank are those from the rank's own tokens, times the number of ranks."""
+        divide each sample's tokens. They call the model with the same arguments, and each gets the complete output. A
+        rank's gradients come from its tokens only and are multiplied by the number of ranks."""
         self.sequence = sequence
         for part in (self, *self.blocks, self.final_layer):
             part.ops = ops or BlockOps()
@@ -158,7 +156,7 @@ class DiT(nn.Module):
 
     def compile_blocks(self, **options: Any) -> None:
         """Apply torch.compile to the blocks and the final layer, in place. All blocks share one compiled graph for each
-        input shape. The rest of the model takes little time and is not compiled."""
+        input shape."""
         for part in (*self.blocks, self.final_layer):
             part.compile(dynamic=False, **options)
 
@@ -186,22 +184,21 @@ class DiT(nn.Module):
         weights' dtype.
 
         A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch,
-        and the prediction is the mean over the repeats. So the loss counts the frame once, and all the patch's weights
-        are trained.
+        and the prediction is the mean over the repeats.
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
-            t: (B,) timesteps, or (B, K) for K timesteps per sample whose embeddings are added.
-            y: (B,) int64 labels, where ``num_classes`` is the null class, if there is one. For a text model a
+            t: (B,) timesteps, or (B, K) to add the embeddings of K timesteps per sample.
+            y: (B,) int64 labels; label ``num_classes`` is the null class, if there is one. For a text model a
                 TextCondition, or token ids (B, L) int64 if the model contains the bytes encoder.
-            segments: The segments of a pack. x and the result then are patches (N, C, *patch), and t and y have one row
-                per segment.
-            kept: (B, n) int64, indices of the tokens that the blocks of ``route`` see; None for all tokens. (1, n) for
-                a pack, whose ``segments.kept`` says how many belong to each segment.
-            dropped: (B,) bool, True for samples, or segments of a pack, whose tokens after the route are replaced by
-                mask tokens; only with ``sprint``. None for no sample.
+            segments: Segments of a pack. x and the result are then patches (N, C, *patch), and t and y have one row per
+                segment.
+            kept: (B, n) int64, indices of the tokens that the blocks of ``route`` process; None for all tokens. For a
+                pack (1, n), with each segment's count in ``segments.kept``.
+            dropped: (B,) bool for samples or a pack's segments: True to replace the tokens after the route by mask
+                tokens (only with ``sprint``). None to replace none.
             aligned: True to also return the projected tokens (B, N, width) of the configuration's ``alignment``.
-            uncertain: True to also return the u(t) of :class:`~opendit.models.auxiliary.Uncertainty`, (B,) fp32.
+            uncertain: True to also return u(t) from :class:`~opendit.models.auxiliary.Uncertainty`, (B,) fp32.
 
         Raises ValueError if the patch does not divide a side.
         """
@@ -242,8 +239,8 @@ class DiT(nn.Module):
         return partial(run_tapped, at=at, take=tap, below=below, above=above)
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
-        """Embed a condition. Return the vector (B, D) that is added to the time's embedding, and the context for blocks
-        with cross-attention. Neither depends on the time."""
+        """Embed a condition. Return the vector (B, D) to add to the time's embedding, and the context for blocks with
+        cross-attention."""
         if self.config.text is None:
             return self.y_embedder(y), None
         return self.y_embedder(y if self.text_encoder is None else self.text_encoder(y))
@@ -253,19 +250,17 @@ class DiT(nn.Module):
         return self.embed_time(t) + vector, context
 
     def embed_time(self, t: Tensor) -> Tensor:
-        """Embed times (B,) as (B, D). For times (B, K), the K embeddings of a sample are added."""
+        """Embed times (B,) as (B, D). For times (B, K), add each sample's K embeddings."""
         return self.t_embedder(t) if t.dim() == 1 else self.t_embedder(t.flatten()).unflatten(0, t.shape).sum(1)
 
     def contexts(self, context: Context | None) -> list[Context] | None:
-        """Compute the keys and values of a context for every block, to reuse them in several calls of :meth:`predict`.
-        For a single call this is not needed: every block then computes its keys and values itself."""
+        """Compute every block's keys and values for a context, to reuse them in several calls of :meth:`predict`."""
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
-        """Yield the modulation of every block (None: all blocks of the model), then of the final layer, for the
-        condition c (B, D). Each is computed when the iterator reaches it; with ``modulate_in_blocks``, blocks get the
-        pair (c, shared). ``first`` is True if the blocks begin with the model's first block; subclasses may have
-        refiner blocks before it."""
+        """Yield the modulations of ``blocks`` (None: all), then of the final layer, for the condition c (B, D). Each is
+        computed when the iterator reaches it. With ``modulate_in_blocks``, blocks get the pair (c, shared). ``first``:
+        True if the blocks begin with the model's first block; subclasses may have refiner blocks before it."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         for block in self.blocks if blocks is None else blocks:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
@@ -279,7 +274,7 @@ class DiT(nn.Module):
         positions: Tensor | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute the result of :meth:`forward` for x. modulations, positions: results of the methods with these names.
+        """Compute the result of :meth:`forward` for x. modulations, positions: results of the methods of these names.
         context: from :meth:`condition` or :meth:`contexts`. run: runs the blocks, like ``run_blocks``."""
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
@@ -293,8 +288,8 @@ class DiT(nn.Module):
         return self.embed(x)
 
     def places(self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False) -> tuple[TokenGrid, ...]:
-        """Return the grid of the tokens of latents of this size, for a pipeline stage that receives embedded tokens.
-        by_frame: True if each frame has a separate time, which some subclasses support."""
+        """Return the token grid for latents of this size, for a pipeline stage that receives embedded tokens. by_frame:
+        True if each frame has a separate time (some subclasses)."""
         sizes = self.config.grid_of(size)
         shards = None if self.sequence is None else self.sequence(math.prod(sizes), sizes)
         positions = self.positions(sizes) if self.config.positions_in_blocks else None
@@ -352,23 +347,21 @@ class DiT(nn.Module):
         return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
     def fill_tables(self, device: torch.device | None = None) -> None:
-        """Compute the fixed position tables (1, N, D) on ``device`` (None: where they are). This is needed after
-        building a model on the meta device, where tables have no values, and after loading a state dict, which may
-        contain other values."""
+        """Compute the fixed position tables (1, N, D) on ``device`` (None: where they are). Call this after building a
+        model on the meta device, and after loading a state dict, which may contain other tables."""
         for name, (dim, sizes) in self.config.tables.items():
             module, _, attribute = name.rpartition(".")
             owner = self.get_submodule(module)
             old: Tensor | None = getattr(owner, attribute, None)
             where, dtype = (device, None) if old is None else (device or old.device, old.dtype)
             made = sincos_position_table(dim, *sizes, device=where or torch.get_default_device())
-            # A table is a buffer, which is saved but never trained or sharded. Register a new tensor instead of
-            # overwriting the old one, because a caller may still use the old one.
+            # Register a new tensor instead of overwriting the old one, because a caller may still use the old one.
             owner.register_buffer(attribute, made.to(dtype or made.dtype).unsqueeze(0))
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
         """Return the positions (1, N, D) of a grid of patches: fixed fp32 tables or learned positions; None for rotary
-        positions. The fixed positions of a clip are the sum of a temporal and a spatial table, which both count from 0
-        for every size. Raises ValueError if there are fewer learned positions than patches."""
+        positions. A clip's fixed positions are a temporal plus a spatial table. Both count from 0 for every size.
+        Raises ValueError if there are fewer learned positions than patches."""
         configured = self.config.grid
         if self.learned_positions is not None:
             if any(size > known for size, known in zip(grid, configured, strict=True)):
@@ -390,7 +383,7 @@ class DiT(nn.Module):
         return self._made_once(("rope", grid), lambda: rotary_table(self._coordinates(grid), self.config.head_dim))
 
     def table(self, name: str, sizes: tuple[int, ...], configured: tuple[int, ...]) -> Tensor:
-        """Return the buffer ``name`` (1, N, D), or, for other sizes than the configured ones, a new table."""
+        """Return the buffer ``name`` (1, N, D), or a new table if ``sizes`` differ from the configured ones."""
         buffer = self.get_buffer(name)
         if sizes == configured:
             return buffer
@@ -431,10 +424,9 @@ class DiT(nn.Module):
         segments: Segments,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute the prediction for every patch of a pack: (N, out_channels, *patch) in the weights' dtype for noised
-        patches x (N, C, *patch), and modulations and captions of the S segments. A frame that is repeated to fill a
-        patch gets the mean over the repeats. Raises ValueError if the model does not support packs, or x does not fit
-        the pack."""
+        """Compute the prediction for a pack's noised patches x (N, C, *patch): (N, out_channels, *patch) in the
+        weights' dtype. modulations and context have one row per segment. A frame that is repeated to fill a patch gets
+        the mean over the repeats. Raises ValueError if the model does not support packs, or x does not fit the pack."""
         config = self.config
         if config.given_channels and x.shape[1] == config.in_channels:
             x = nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, config.given_channels))

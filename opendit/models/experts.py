@@ -1,6 +1,5 @@
-"""Expert-choice routing: a block has many small expert MLPs in addition to its MLP, and each expert chooses the tokens
-that it processes (Zhou et al., "Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et
-al., "EC-DiT", 2024).
+"""Expert-choice routing: besides its MLP, a block has many small expert MLPs, and each expert chooses its tokens. Zhou
+et al., "Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et al., "EC-DiT", 2024.
 """
 
 import math
@@ -42,15 +41,14 @@ def _places(tokens: int, experts: int, numerator: int, denominator: int) -> int:
 
 
 class ExpertMlp(Mlp):
-    """A shared MLP and experts. The output for a token is the sum of the MLP's output and of the outputs of the experts
-    that chose the token, weighted by the token's affinities to these experts.
+    """A shared MLP and experts. A token's output is the MLP's output plus the outputs of the experts that chose the
+    token. Each expert's output is multiplied by the token's affinity to the expert.
 
-    A token's affinities are a softmax over the experts. Each expert chooses the tokens of a sample with the highest
-    affinity to it. All experts therefore process the same number of tokens, and a sample's result does not depend on
-    other samples.
+    A token's affinities are a softmax over the experts. Each expert chooses the same number of tokens in every sample,
+    those with the highest affinities. So a sample's result does not depend on other samples.
 
-    The experts' weights are stacks (E, in, out). With expert parallelism, a rank holds the slice ``held`` of the
-    experts, and another method, which sends tokens to the experts' ranks, replaces ``start``.
+    The experts' weights are stacks (E, in, out). With expert parallelism, a rank holds only the experts ``held``, and
+    ``start`` is replaced by a method that sends tokens to other ranks.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool, experts: Experts):

@@ -1,8 +1,8 @@
-"""Fine-tuning: LoRA, and starting from the weights of another model that has the same blocks.
+"""Fine-tuning: LoRA, and starting from another model's weights.
 
-LoRA is y = W x + (alpha / rank) B A x with W frozen, for the linear layers of a model's attention and MLPs (Hu et al.,
-"LoRA: Low-Rank Adaptation of Large Language Models", 2021). :class:`opendit.models.layers.Projection` adds the LoRA
-term in its product. Parameters have the names that peft uses. opendit/checkpoint/lora.py merges LoRA into the weights.
+LoRA is y = W x + (alpha / rank) B A x with W frozen, for the linear layers of attention and MLPs (Hu et al., "LoRA:
+Low-Rank Adaptation of Large Language Models", 2021). :class:`opendit.models.layers.Projection` adds the LoRA term in
+its product. Parameters have the names that peft uses. opendit/checkpoint/lora.py merges LoRA into the weights.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from opendit.models.zoo import Weights, build_model, model_shapes
 
 TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # default targets: all linear layers of attention and MLP
 OUTSIDE = ("media_refiner", "text_refiner", "final_layer")  # modules outside of the blocks that LoRA may adapt
-A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # suffixes of peft's parameter names
+A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # peft's suffixes of parameter names
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The LoRA settings of a training run, which its checkpoints store. rank: default rank of A and B. alpha: B A is
-    multiplied by alpha / rank, with the default rank in all layers. base: file of the weights that LoRA is added to.
-    targets: patterns of layer names (--lora_targets); empty for all layers of attention and MLP in the blocks."""
+    """A run's LoRA settings, as stored in checkpoints. rank: default rank of A and B. alpha: B A is multiplied by alpha
+    / rank, with the default rank in all layers. base: file with the weights W. targets: patterns of layer names
+    (--lora_targets); empty for all layers of attention and MLP in the blocks."""
 
     rank: int
     alpha: float
@@ -66,8 +66,8 @@ class LoraLayer(NamedTuple):
 
 def targets(model: DiT, lora: Lora) -> dict[str, LoraLayer]:
     """Return the linear layers that get LoRA, by name. In the blocks, a pattern must match a layer's name or its end.
-    Outside of the blocks, it must match the whole name and begin with the name of a module in ``OUTSIDE``. If several
-    patterns match a layer, the last one determines the rank. Routers and experts never get LoRA."""
+    In the modules ``OUTSIDE``, it must match the complete name. If several patterns match a layer, the last one sets
+    the rank. Routers and experts never get LoRA."""
     layers, found = _linear_layers(model), {}
     for text in lora.targets or TARGETS:
         pattern, rank = parse_target(text)
@@ -95,7 +95,7 @@ def lora_layers(config: DiTConfig, lora: Lora) -> dict[str, LoraLayer]:
 
 
 def trains_modulation(config: DiTConfig, lora: Lora) -> bool:
-    """Return True if LoRA changes the modulation of a block, so that shifts, scales and gates have gradients."""
+    """Return True if LoRA changes a block's modulation. Shifts, scales and gates then have gradients."""
     return any("modulation" in name and not name.startswith("final_layer.") for name in lora_layers(config, lora))
 
 
@@ -114,8 +114,7 @@ def check_targets(config: DiTConfig, lora: Lora) -> None:
 
 def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> None:
     """Add LoRA's matrices to the target layers, with initial values from ``seed``. Afterwards only these matrices and
-    the parameters named in ``train_too`` require gradients. Target layers whose weight is in ``train_too`` get no
-    LoRA."""
+    the parameters ``train_too`` require gradients. Target layers with a weight in ``train_too`` get no LoRA."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(canonical_name(name) in train_too)
     for name, target in targets(model, lora).items():
@@ -128,8 +127,8 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 
 def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
-    """Replace the layer of this name by a Projection with the same parameters, unless it is a Projection already.
-    Return the Projection."""
+    """Return the layer as a Projection. If the layer is none, replace it in the model by a Projection with its
+    parameters."""
     if isinstance(layer, Projection):
         return layer
     with on_meta():
@@ -141,8 +140,7 @@ def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
 
 
 def check_lora(weights: "Weights") -> None:
-    """Check the LoRA weights of a --lora run against the configuration stored with them. Raise ValueError, naming the
-    file, if they do not match."""
+    """Raise ValueError, naming the file, unless a --lora run's weights match the configuration stored with them."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     assert weights.config is not None, "what a run of --lora left is a file of ours"
     parameters, buffers = model_shapes(weights.config)
@@ -163,8 +161,8 @@ def check_lora(weights: "Weights") -> None:
 
 # ------------------------------------------------------------------------------------------ weights of another model
 #
-# Classes, resolution, text encoder, VAE and objective may differ. Weights that do not fit are resized or initialised
-# anew; tables that depend on the resolution are computed.
+# The blocks must be equal. Classes, resolution, text encoder, VAE and objective may differ. Weights that do not fit are
+# resized or initialised anew.
 
 # Fields of a configuration that only affect layers before and after the blocks. All other fields must be equal.
 AROUND_THE_BLOCKS = {
@@ -176,9 +174,9 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements.
-    reused, resized, new: the model's parameters. recomputed: its buffers. left_out: unused tensors of the file.
-    stored: name in the file of each reused tensor. why, made: explanation and value of each resized tensor."""
+    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements. reused,
+    resized, new: the model's parameters. recomputed: the model's buffers. left_out: the file's unused tensors. stored:
+    each reused tensor's name in the file. why, made: explanation and value of each resized tensor."""
 
     reused: dict[str, int] = field(default_factory=dict)
     resized: dict[str, int] = field(default_factory=dict)
@@ -246,8 +244,8 @@ def adapt(
     model is not changed and may be on the meta device.
 
     - A tensor with the same name and shape is reused, unless it belongs to another text encoder.
-    - Label table for other classes: rows of classes with the same name are reused, and the null class's row if the file
-      has one. The other rows are new (``fresh`` returns a parameter's complete initial values).
+    - Label table for other classes: rows for classes of equal names are reused, and the null class's row if the file
+      has one. The remaining rows are new (``fresh`` returns a parameter's complete initial values).
     - Head: the channels of a learned variance are dropped, or added as zeros.
     - Patch filters: a DiT's filter is spread over the frames of a patch with several frames. Filters for channels of
       conditioning frames are zeros.
@@ -287,8 +285,8 @@ def adapt(
 
 
 def _stored_as(name: str, found: DiTConfig, config: DiTConfig) -> str:
-    """Return the name that the parameter ``name`` has in weights of ``found``. Learned positions have one table for
-    each axis. Table 0 is for time in clips, and for rows in pictures."""
+    """Return the parameter's name in weights of ``found``. The tables of learned positions are numbered: table 0 is for
+    time in clips, and for rows in pictures."""
     axis = re.fullmatch(r"learned_positions\.axes\.(\d+)\.weight", name)
     if axis is None:
         return name
@@ -312,8 +310,8 @@ def _same_table(
 def _relabelled(
     own: Tensor, value: Tensor, before: Sequence[str], after: Sequence[str], null_class: bool
 ) -> tuple[Tensor, str]:
-    """Return a label table, whose last row is the null class, and an explanation. own: initial values. value: the
-    file's table. null_class: True if the file's last row is its null class."""
+    """Return a label table (last row: null class) and an explanation. own: initial values. value: the file's table.
+    null_class: True if the file's table ends with a null class."""
     if own.shape[1] != value.shape[1]:
         return own, "the null class too"
     made, rows, classes = own.clone(), {name: row for row, name in enumerate(before)}, len(own) - 1
@@ -351,8 +349,8 @@ def _resized(
 
 
 def _filters(shape: tuple[int, ...], value: Tensor) -> tuple[Tensor | None, str]:
-    """Return patch filters (D, channels, [frames,] rows, columns) resized to other channels or more frames, and an
-    explanation; (None, "") if this is impossible."""
+    """Resize patch filters (D, channels, [frames,] rows, columns) to other channels or more frames. Return the filters
+    and an explanation, or (None, "") if this is impossible."""
     how = []
     if value.dim() < len(shape):
         value = (value.unsqueeze(2) / shape[2]).expand(*value.shape[:2], *shape[2:])
@@ -374,8 +372,7 @@ def _variance(found: DiTConfig, config: DiTConfig) -> str:
 
 
 def _groups(names) -> list[str]:
-    """Return the names of the parameters' modules, without repetition. Modules of all blocks count as one, such as
-    blocks.*.attn."""
+    """Return the names of the parameters' modules, each once. All blocks count as one, such as blocks.*.attn."""
     groups = (re.sub(r"^blocks\.\d+\.", "blocks.*.", name).split(".") for name in names)
     apart = ("blocks", "learned_positions")  # list the children of these modules separately
     return list(dict.fromkeys(".".join(parts[: 3 if parts[0] in apart else 1]) for parts in groups))

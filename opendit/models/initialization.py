@@ -2,17 +2,14 @@
 separately.
 
 The initial value of an element depends only on the seed, the parameter's canonical name (its name in checkpoints) and
-the element's index in the flattened canonical tensor. Ranks with different slices therefore draw the same values as a
-single process, without communication and without the complete tensor in memory. The order in which modules are created
-does not matter. Each architecture defines the distributions of its parameters as patterns of names
-(``DiT.initial_distributions``).
+the element's index in the flattened canonical tensor. So each rank draws its slices alone, with the same values as in a
+single process. Each architecture maps patterns of parameter names to distributions (``DiT.initial_distributions``).
 
 The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which can
-compute word i of a key's stream without the preceding words. The key is a hash of seed and name. The words come from
-NumPy, whose policy guarantees a stable stream of raw words (but not stable distributions). Words are always drawn on
-the CPU, in threads, so that every device gets the same bits. One thread draws 346 million uniform numbers per second.
-PyTorch's ``Tensor.uniform_`` draws 288 million, and the Philox of opendit/diffusion/random.py, which uses PyTorch's
-integer operations, 77 million.
+compute word i of a key's stream without the preceding words. The key is a hash of seed and name. NumPy draws raw words,
+because its policy keeps their stream stable (but not its distributions). Words are drawn on the CPU, in threads, so
+that every device gets the same bits. One thread draws 346 million uniform numbers per second, PyTorch's
+``Tensor.uniform_`` 288 million.
 """
 
 import functools
@@ -34,7 +31,7 @@ Value = TypeVar("Value")
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers such as LoRA and torch.compile insert."""
+    """Return a parameter's name without what wrappers such as LoRA and torch.compile insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -50,8 +47,8 @@ def _expression(pattern: str) -> re.Pattern:
 
 
 def value_of(name: str, by_pattern: Mapping[str, Value], of: str) -> Value:
-    """Return the value of the pattern that matches a parameter's name. Raises ValueError unless exactly one pattern
-    matches. of: description of the patterns for the message."""
+    """Return the value for the pattern that matches a parameter's name. Raises ValueError unless exactly one pattern
+    matches. of: what the message calls the patterns."""
     found = [pattern for pattern in by_pattern if fits(pattern, name)]
     if len(found) != 1:
         raise ValueError(f"parameter {name}: one pattern of {of} has to fit it, not {len(found)} {found}")
@@ -65,8 +62,8 @@ class Distribution:
     """The distribution of a parameter's initial values."""
 
     def values(self, key: int, start: int, count: int, shape: Sequence[int]) -> np.ndarray:
-        """Return the initial values of elements [start, start + count) of a flattened parameter of ``shape``, (count,)
-        float32 or float64. start and count are multiples of GRID."""
+        """Return initial values (count,) float32 or float64: elements start to start + count - 1 of a flattened
+        parameter of ``shape``. start and count are multiples of GRID."""
         raise NotImplementedError
 
 
@@ -104,8 +101,7 @@ class Uniform(Distribution):
 @dataclass(frozen=True)
 class XavierUniform(Uniform):
     """Uniform distribution with b = sqrt(6 / (fan in + fan out)) (Glorot & Bengio 2010). A convolution's weight counts
-    as the matrix (out, rest). ``stacked``: True for a stack of matrices (n, in, out); the fans are then those of one
-    matrix."""
+    as the matrix (out, rest). ``stacked``: True for a stack of matrices (n, in, out) with the fans of one matrix."""
 
     stacked: bool = False
 
@@ -124,10 +120,9 @@ class FanInUniform(Uniform):
 
 # ------------------------------------------------------------------------------------------------------------- drawing
 
-# Every range of elements that is drawn begins and ends at a multiple of GRID. Otherwise the same element could be
-# computed by other instructions, which may round differently.
+# Every drawn range begins and ends at a multiple of GRID. Otherwise an element's rounding could depend on the range.
 GRID = 1 << 12
-# number of elements that a thread draws at a time, in 3 ms; during about 30 us of them it holds Python's global lock
+# number of elements that a thread draws at a time, in 3 ms; it holds Python's global lock for about 30 us of this
 CHUNK = 1 << 20
 MAX_THREADS = 16
 BLOCK = 4  # 64-bit words per value of the Philox counter
@@ -174,7 +169,7 @@ def _symmetric_uniforms(key: int, start: int, count: int) -> np.ndarray:
 
 
 def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
-    """Draw float64 numbers from N(0, 1) by the Box-Muller transform, which turns two words into two numbers."""
+    """Draw float64 numbers from N(0, 1) by the Box-Muller transform, two from two words."""
     values = (random_words(key, start, count) >> np.uint64(11)).astype(np.float64)
     values += 0.5
     values *= 2.0**-53  # U(0, 1)
@@ -204,8 +199,8 @@ def initial_attention(name: str, output: Distribution | None = None) -> dict[str
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill all parameters in place with their initial values for ``seed``. Parameters must be complete (for shards see
-    ``opendit.parallel.layout.InitialValues``). For a model built on the meta device, first call
+    """Fill all parameters in place with their initial values for ``seed``. For shards of parameters, see
+    ``opendit.parallel.layout.InitialValues``. For a model built on the meta device, first call
     ``model.to_empty(device=...)`` and ``model.fill_tables()``. Raises ValueError unless each parameter matches one
     pattern."""
     for name, _ in model.named_parameters():
@@ -215,7 +210,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def initialize_parameter(model: nn.Module, seed: int, name: str) -> None:
     """Fill one parameter of ``model.named_parameters()`` in place. A parameter on the meta device is only checked.
-    Raises the same errors as :func:`initialize`."""
+    Raises ValueError like :func:`initialize`."""
     parameter = model.get_parameter(name).detach()
     name = canonical_name(name)
     distribution = distribution_of(model, name)

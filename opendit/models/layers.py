@@ -20,9 +20,8 @@ TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 
 def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
-    """Return vectors (M, D) in a shape that broadcasts against tokens (B, N, D). If ``sample_of_row`` is None, every
-    sample has one vector, and the result is (B, 1, D). Otherwise ``sample_of_row`` has the index of each token's
-    vector: (N,) for a pack, or (B, N)."""
+    """Return vectors (M, D) in a shape that broadcasts against tokens (B, N, D). sample_of_row: index of each token's
+    vector, (B, N), or (N,) for a pack; None for one vector per sample, with the result (B, 1, D)."""
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 
@@ -68,8 +67,8 @@ def residual_rmsnorm_modulate(
 
 
 def in_working_dtype(first: Tensor, *others: "Tensor | StoredWeight | None") -> tuple[Any, ...]:
-    """Cast tensors as autocast casts the inputs of a linear layer. None stays None. Callers use this before matrix
-    products that autocast doesn't see, and before they send tensors to other ranks."""
+    """Cast tensors as autocast casts a linear layer's inputs. None stays None. Use this before matrix products that
+    autocast doesn't see, and before sending tensors to other ranks."""
     tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -90,7 +89,7 @@ class LowRank(NamedTuple):
 
 class StoredWeight(ABC):
     """A frozen weight (out, in) that is stored in another form, such as quantised. Matrix products compute the dense
-    weight when they need it. ``shape`` and ``dtype`` are those of the dense weight."""
+    weight when they need it. ``shape`` and ``dtype`` describe the dense weight."""
 
     requires_grad: ClassVar[bool] = False
 
@@ -100,7 +99,7 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> "StoredWeight":
-        """Return a stored weight whose dense form has data type ``dtype``."""
+        """Return the weight with dtype ``dtype`` for its dense form."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -128,9 +127,8 @@ class _LinearOfStored(torch.autograd.Function):
 class _LinearWithLowRank(torch.autograd.Function):
     """x W^T + bias + scale * (x a^T) b^T.
 
-    In the forward and the backward pass, the low-rank product is written first, and the product with W is then added to
-    that result by ``addmm``. A separate addition would cost one more pass over y and over dx. ``gradients`` computes
-    the two low-rank products that read dy (see :func:`low_rank_gradients`)."""
+    The low-rank product is written first, then ``addmm`` adds the product with W. A separate addition would cost one
+    more pass over y, and over dx in the backward pass. ``gradients``: see :func:`low_rank_gradients`."""
 
     @staticmethod
     def forward(
@@ -177,11 +175,11 @@ def multiply(
     low_rank: LowRank | None = None,
     gradients: Callable[..., tuple[Tensor, Tensor]] = low_rank_gradients,
 ) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in), where W includes LoRA's addition to the weight. gradients:
-    function to use in place of :func:`low_rank_gradients`."""
+    """Return x W^T + bias (..., out) for x (..., in). W includes LoRA's addition to the weight. gradients: function
+    with the signature of :func:`low_rank_gradients`."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    if has_torch_function((x,)):  # x is a kernel's deferred result, which a torch function computes
+    if has_torch_function((x,)):  # x is a kernel's deferred result
         return handle_torch_function(multiply, (x,), x, weight, bias, low_rank, gradients)
     if low_rank is None:
         return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))
@@ -198,11 +196,11 @@ class Factor(nn.Module):
 
 
 class Projection(nn.Linear):
-    """A linear layer whose product and bias a fused operation can use separately.
+    """A linear layer with separate access to product and bias, for fused operations.
 
-    Kernels get ``product(x)`` and ``bias`` and do not read the weight. A layer whose product needs more than one
-    multiplication (a sum over ranks, or LoRA's addition) implements it in ``product`` and works with every kernel. A
-    kernel that needs the weight itself (FP8) is registered with ``takes_projection`` and must also apply ``low_rank``.
+    Most kernels use ``product(x)`` and ``bias`` and do not read the weight. So ``product`` may do more than one
+    multiplication, for example sum over ranks or add LoRA's term. A kernel that reads the weight (FP8) is registered
+    with ``takes_projection`` and must also apply ``low_rank``.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **where: Any):
@@ -230,8 +228,8 @@ class Projection(nn.Linear):
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Return x W^T + bias (..., out) for x (..., in); ``product(x, self.bias)`` equals ``self(x)``. ``multiply``
-        computes it, called with (x, weight), (x, weight, bias), or (x, weight, bias, low_rank)."""
+        """Return x W^T + bias (..., out) for x (..., in); ``product(x, self.bias)`` equals ``self(x)``. ``multiply`` is
+        called with (x, weight), (x, weight, bias), or (x, weight, bias, low_rank)."""
         return product_of(x, self.matrix, bias, self.low_rank, multiply)
 
 
@@ -242,7 +240,7 @@ def product_of(
     low_rank: LowRank | None,
     multiply: Callable[..., Tensor],
 ) -> Tensor:
-    """Call ``multiply`` with x and the weight, and with the bias and the low-rank addition unless they are None."""
+    """Call ``multiply`` without trailing arguments that are None."""
     if low_rank is not None:
         return multiply(x, weight, bias, low_rank)
     return multiply(x, weight) if bias is None else multiply(x, weight, bias)
@@ -277,12 +275,12 @@ def linear_gate_residual(
 
 @dataclass(frozen=True)
 class Kernel:
-    """A replacement for an operation's torch reference (a field of :class:`BlockOps`), with its properties.
+    """A kernel that replaces the torch reference of an operation (a field of :class:`BlockOps`).
 
-    switches: settings (opendit/kernels/operations.py) that must be on. keeps: names of the activations that it saves
-    for the backward pass. float8: True if its product is in float8. takes_projection: True if it reads the projection's
-    weight instead of calling ``product``. after_product: the rest of an operation that begins with a matrix product, as
-    a function of product and bias.
+    switches: settings (opendit/kernels/operations.py) that must be on. keeps: names of the activations saved for the
+    backward pass. float8: True if the matrix product is in float8. takes_projection: True if the kernel reads the
+    projection's weight instead of calling ``product``. after_product: function of product and bias that computes the
+    operation's remaining steps.
     """
 
     operation: str
@@ -302,12 +300,11 @@ def _of_projection(reference: Callable[..., Any] | None) -> Any:
 
 @dataclass(frozen=True)
 class BlockOps:
-    """The memory-bound operations of a block, and the addition of positions before the first block. Kernels replace
-    these torch expressions.
+    """The memory-bound operations of a block, and the addition of positions before the first block. By default they are
+    torch expressions; kernels can replace them.
 
-    Operations next to a linear layer get the layer (:class:`Projection`) instead of its output, so that a kernel can
-    add the layer's bias. As separate steps, adding a bias and summing its gradient each cost one pass over the
-    activations; in a kernel that reads the activations anyway, both cost nothing.
+    Operations after a linear layer get the layer (:class:`Projection`) instead of its output. A kernel can then add the
+    bias and sum the bias's gradient without extra passes over the activations.
 
     Fields that may be None, and other fields whose meaning is not obvious:
 
@@ -320,7 +317,7 @@ class BlockOps:
     - ``swiglu`` gets the linear layer's output, because blocks with SwiGLU have no biases by default.
 
     Every operation with a shift, a scale or a gate (B, D) accepts one more tensor as its last argument,
-    ``sample_of_row`` (see :func:`over_rows`). Blocks pass ``*of_rows``, which is empty unless the tokens are a pack or
+    ``sample_of_row`` (see :func:`over_rows`). Blocks pass ``*of_rows``. It is empty unless the tokens are a pack or
     samples have several modulation vectors.
     """
 
@@ -341,8 +338,8 @@ class BlockOps:
 
     @classmethod
     def names(cls, projection: bool = False) -> list[str]:
-        """Return the names of all operations. projection: True to return only operations with a :class:`Projection`
-        among their arguments."""
+        """Return the names of all operations. projection: True for only those with a :class:`Projection` as an
+        argument."""
         operations = [item for item in fields(cls) if item.name != "kernels"]
         return [item.name for item in operations if item.metadata or not projection]
 
@@ -370,7 +367,7 @@ class BlockOps:
     def residual_and_norm(
         self, x: Tensor, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None, of_rows: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Return x and norm(x) * (1 + scale) + shift, where None for ``norm`` means LayerNorm."""
+        """Return x and norm(x) * (1 + scale) + shift. norm: None for LayerNorm."""
         if norm is not None:
             return self.residual_rmsnorm_modulate(x, norm, shift, scale, *of_rows)
         if self.residual_layernorm_modulate is not None:
@@ -388,8 +385,8 @@ class BlockOps:
         norm: RMSNorm | None = None,
         of_rows: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Return h = x + gate * linear(z) and norm(h) * (1 + scale) + shift, where None for ``norm`` means LayerNorm.
-        If there is a fused kernel, it computes both."""
+        """Return h = x + gate * linear(z) and norm(h) * (1 + scale) + shift, with a fused kernel if there is one. norm:
+        None for LayerNorm."""
         if norm is None and self.linear_gate_residual_layernorm_modulate is not None:
             return self.linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale, *of_rows)
         if norm is not None and self.linear_gate_residual_rmsnorm_modulate is not None:
@@ -411,14 +408,13 @@ class Options:
         bias: True for biases in linear layers.
         qk_norm: True to normalise queries and keys.
         adaln_lora: Rank of the modulation's weights; None for full rank.
-        shared_modulation: True if a block's modulation is a correction that is added to a modulation that all blocks
-            share.
+        shared_modulation: True if a block's modulation is a correction added to a modulation that all blocks share.
         qk_across: True if the norms of queries and keys are over all channels of a token instead of one head.
         qk_eps: Epsilon of the norms of queries and keys.
         attends_padding: True if cross-attention also attends to the caption's padding.
-        operations_across: True to run cross-attention's layers on media tokens through ``BlockOps``, so that FP8
-            applies to them; False for plain torch layers.
-        pictures: True if cross-attention has a separate key and value projection for a picture's tokens, which precede
+        operations_across: True to run cross-attention's layers on media tokens through ``BlockOps``, for example in
+            FP8.
+        pictures: True if cross-attention has a separate key and value projection for a picture's tokens. They precede
             the caption's tokens.
         halves: True if rotary positions rotate the channel pairs (i, i + d / 2) instead of (2 i, 2 i + 1).
     """
@@ -439,9 +435,9 @@ PLAIN = Options()
 
 
 class _Modulation(nn.Sequential):
-    """Layers of a modulation. In training, a single sample is padded with seven rows of zeros. With one sample, the
-    gradient of the last weight is an outer product, which is slow in cuBLAS. Padding to eight rows reduces the forward
-    and backward pass from 171 to 125 us (H200, width 3072)."""
+    """Layers of a modulation. In training, a single sample is padded to eight rows with zeros, because a weight
+    gradient from one row is slow in cuBLAS (forward and backward pass on an H200 with width 3072: 171 us, padded 125
+    us)."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         if len(c) != 1 or not torch.is_grad_enabled():
@@ -460,8 +456,8 @@ class BranchModulations(nn.ModuleList):
 
 
 class TableModulation(nn.Module):
-    """A block's modulation as the sum of the modulation that all blocks share and a learned table: shared + table
-    (PixArt-alpha's adaLN-single, Chen et al. 2024, sec. 2.3)."""
+    """A block's modulation: the modulation that all blocks share, plus a learned table (PixArt-alpha's adaLN-single,
+    Chen et al. 2024, sec. 2.3)."""
 
     def __init__(self, dim: int, chunks: int):
         super().__init__()
@@ -481,14 +477,13 @@ def modulation(
     """Build the module that maps a condition c (B, width) to ``chunks`` vectors, concatenated to (B, chunks * D). The
     caller must initialise the last layer to zero.
 
-    With ``options.adaln_lora`` the weight is a product of two matrices B_i A_i with rank * (1 + chunks) * D values
-    instead of chunks * D * D. With ``options.shared_modulation`` block i adds this product to a modulation M(SiLU(c))
-    that all blocks share:
+    With ``options.adaln_lora`` block i's weight is a product B_i A_i with rank * (1 + chunks) * D values instead of
+    chunks * D * D. With ``options.shared_modulation`` block i adds this product to a modulation that all blocks share:
 
     m_i = M(SiLU(c)) + B_i A_i SiLU(c)
 
-    Here c is the sum of the embeddings of the timestep and of the label or caption. This is adaLN-LoRA in the form of
-    Cosmos (NVIDIA 2025). W.A.L.T (Gupta et al. 2023) has no SiLU before the low-rank product: m_i = MLP(c) + B_i A_i c.
+    This is adaLN-LoRA in the form of Cosmos (NVIDIA 2025). W.A.L.T (Gupta et al. 2023) has no SiLU before the low-rank
+    product: m_i = MLP(c) + B_i A_i c.
     """
     width = dim if width is None else width
     first: list[nn.Module] = [nn.SiLU()] if silu else []
@@ -533,11 +528,11 @@ class SwiGlu(Mlp):
 
 
 class PatchEmbed(nn.Module):
-    """Embedding of patches: maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row, and clips (B, C, T, H,
-    W) to tokens, frame by frame.
+    """Embedding of patches. Maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row, and clips (B, C, T, H,
+    W) frame by frame.
 
-    given: number of additional channels after ``in_channels``, zeros if the input lacks them. bottleneck: width to
-    which patches are projected before the projection to D (JiT; Li & He 2025, sec. 4); None for a single projection.
+    given: number of additional channels after ``in_channels``; zeros if the input lacks them. bottleneck: width of a
+    first projection before the projection to D (JiT; Li & He 2025, sec. 4); None for a single projection.
     """
 
     def __init__(
@@ -572,8 +567,8 @@ def _convolve_patches(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Apply a convolution to patches that do not overlap, as a matrix product. Unlike a convolution, this also works
     for a subset of a picture's patches."""
     if has_torch_function((weight, bias)):
-        # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so
-        # dispatch the whole function as one call.
+        # Gemini keeps parameters in memory only during a call, and views must not outlive it. So dispatch this function
+        # as one call.
         return handle_torch_function(_convolve_patches, (weight, bias), patches, weight, bias)
     return F.linear(patches, weight.flatten(1), bias)
 
@@ -588,9 +583,9 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tens
 
 
 class TimestepEmbedder(nn.Module):
-    """Embedding of timesteps (B,) as (B, D): fp32 sinusoids, then a two-layer MLP. The time is ``reversed_from - t``,
-    or t if ``reversed_from`` is None, divided by ``unit``. normed: True to append the RMSNorm of the sinusoids, (B,
-    frequencies)."""
+    """Embedding of timesteps (B,) as (B, D): fp32 sinusoids, then a two-layer MLP. The embedded time is t / ``unit``,
+    or (``reversed_from`` - t) / ``unit`` if ``reversed_from`` is set. normed: True to append the RMSNorm of the
+    sinusoids, (B, frequencies)."""
 
     def __init__(
         self,
@@ -620,8 +615,8 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Embedding of class labels (B,) int64 as (B, D). Row ``num_classes`` is the null class of classifier-free
-    guidance. ``null_class=False`` omits this row, for models trained without class dropout."""
+    """Embedding of class labels (B,) int64 as (B, D). Row ``num_classes`` is guidance's null class;
+    ``null_class=False`` omits this row, for models trained without class dropout."""
 
     def __init__(self, num_classes: int, dim: int, null_class: bool = True):
         super().__init__()

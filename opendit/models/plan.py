@@ -1,5 +1,5 @@
-"""The plan of a model: a description of how it can be parallelised and what it costs. The plan is computed from the
-model's configuration and the specification of its blocks (opendit/models/blocks.py).
+"""A model's plan: how the model can be parallelised and what it costs. The plan follows from the model's configuration
+and the blocks' specification (opendit/models/blocks.py).
 
 The first half of this file defines the data classes: parameter rules, stage cuts, and terms of memory and FLOPs.
 opendit.parallel.rules slices and checks parameters by these rules; opendit.training.memory estimates the memory.
@@ -24,20 +24,20 @@ Count = Callable[[OwnConfig], int]  # function that computes a number of tokens 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the complete parameter. ``partial_gradient``: True if each rank applies the parameter to
-    different features (its heads or its experts), so that the gradient is the sum over the ranks. If False, every rank
-    computes the same gradient over all features."""
+    """Every rank holds the complete parameter. ``partial_gradient``: True if each rank uses the parameter for different
+    heads or experts; the gradient is then the sum over the ranks. False if every rank computes the complete
+    gradient."""
 
     partial_gradient: bool = False
 
 
 @dataclass(frozen=True)
 class Column:
-    """Ranks have different output features of a linear layer: slices of dimension 0 of the weight and of the bias.
+    """Ranks have different output features of a linear layer: slices of weight and bias along dimension 0.
 
     Attributes:
-        sections: Number of concatenated parts of equal width, such as SwiGLU's two halves. Each rank has a slice of
-            every part.
+        sections: Number of concatenated sections of equal width, such as SwiGLU's two halves. Each rank has a slice of
+            every section.
         gathered: True if the ranks' outputs are gathered, so that the next layer gets all features.
     """
 
@@ -47,9 +47,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Ranks have different input features of a linear layer: slices of dimension 1 of the weight. The output is the sum
-    of the ranks' products. The bias is added to the sum once and is :class:`Replicated`. ``heads``: number of attention
-    heads in the input, none of which is split between ranks; None if the input has no heads."""
+    """Ranks have different input features of a linear layer: slices of the weight along dimension 1. The output is the
+    sum of the ranks' products. The bias is added to the sum once and is :class:`Replicated`. ``heads``: number of
+    attention heads in the input, which are never split between ranks; None without heads."""
 
     heads: int | None = None
 
@@ -60,10 +60,10 @@ class Heads:
     key and value heads that it uses.
 
     Attributes:
-        heads: Number of heads in each concatenated part: (H, K, K) for a fused qkv projection with H query heads and K
-            heads of keys and of values; (H,) and (H, H) for cross-attention's q and [k; v].
-        of_context: True if the input is a caption's tokens, all of which every rank has; False if the input is the
-            residual stream, whose tokens may be divided between ranks.
+        heads: Number of heads in each concatenated section: (H, K, K) for a fused qkv projection with H query heads and
+            K heads of keys and values; (H,) and (H, H) for cross-attention's q and [k; v].
+        of_context: True if the input is a caption (every rank has all its tokens); False if the input is the residual
+            stream (ranks may divide its tokens).
     """
 
     heads: tuple[int, ...]
@@ -72,13 +72,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Expert:
-    """A stacked parameter (E, ...) of E experts. Each rank holds the slices of dimension 0 that are its experts."""
+    """A stacked parameter (E, ...) of E experts. Each rank holds its experts' slices."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """Ranks hold different rows of an embedding table. A rank without the requested row looks up zero, and the lookups
-    are summed over the ranks. The ranks' numbers of rows may be unequal, because the number of classes is arbitrary."""
+    are summed over the ranks. Ranks may have unequal numbers of rows."""
 
 
 Rule = Replicated | Column | Row | Heads | Expert | Vocabulary
@@ -93,9 +93,9 @@ def linear(name: str, rule: Rule) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """The division of a model into pipeline stages, by names of modules and buffers. A cut may be between any two
-    blocks of ``stack``. ``first`` and ``last`` are on the first and the last stage only. ``every`` is on every stage,
-    because each stage computes the condition from t and y; gradients of these modules are summed over stages."""
+    """The division of a model into pipeline stages. The fields are names of modules and buffers. stack: blocks; a stage
+    can begin at any block. first, last: only on the first or last stage. every: on every stage, because each stage
+    computes the condition from t and y. Gradients of ``every`` are summed over stages."""
 
     stack: str
     first: tuple[str, ...]
@@ -126,8 +126,8 @@ class Execution:
 @dataclass(frozen=True)
 class Kept:
     """Memory kept for the backward pass. units: tensors (tokens, hidden size) per sample. numbers: further values per
-    sample. Both are in the activations' dtype. statistics: fp32 values per token. weights: bytes, which do not depend
-    on the batch."""
+    sample. Both are in the activations' dtype. statistics: fp32 values per token. weights: bytes, independent of the
+    batch."""
 
     units: float = 0
     statistics: float = 0
@@ -148,9 +148,9 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class FlopTerm:
-    """FLOPs of the matrix products of one part of the model in a sample's forward pass (2 per multiply-add). place:
-    "block" if every block has the part; otherwise the pipeline stages ("first", "last" or "every") that compute it
-    once. keys: for attention, the number of tokens that each query attends to, which affects the kernels' speed."""
+    """FLOPs of one part's matrix products in a sample's forward pass (2 per multiply-add). place: "block" if every
+    block has the part; otherwise the pipeline stages ("first", "last" or "every") that compute it once. keys: for
+    attention, the number of tokens that each query attends to. Kernel speed depends on it."""
 
     part: str
     flops: Callable[[OwnConfig], int]
@@ -170,21 +170,19 @@ class Plan:
     """The parallelism that an architecture supports, and the costs of its models.
 
     Attributes:
-        rules: Function from a configuration to patterns of parameter names -> rule. ``*`` matches one part of a name
-            between dots, and ``**`` one or more. Every parameter matches exactly one pattern. A pattern may match no
-            parameter, for example biases in a model without biases.
-        divisible: Function from a configuration to the numbers that the size of a parallel group must divide: group
-            ("tp", "ep") -> description -> number. If the result lacks a group, the model does not support this group.
+        rules: Function from a configuration to pattern -> rule. Every parameter's name matches exactly one pattern:
+            ``*`` matches one part between dots, and ``**`` one or more. A pattern may match no parameter.
+        divisible: Function from a configuration to the numbers that a parallel group's size must divide: group ("tp",
+            "ep") -> description -> number. The model does not support a group that is missing.
         memory: Terms of the memory that a block keeps for the backward pass.
-        backward: Function that returns the peak of additional memory in a block's backward pass, in ``Kept.units``.
+        backward: Function that returns a block's peak of additional memory in the backward pass, in ``Kept.units``.
         flops: Terms of the FLOPs.
         stages: Points at which a pipeline may cut the model.
-        projections: Function from a configuration to patterns of modules -> operations (fields of BlockOps) that get
-            the module as their projection. Only these operations read the module's weights.
-        units: Patterns of modules that are shard units. All parameters of a unit are gathered and freed together. The
-            rest of the model is one more unit. A block's modulation belongs to the block's unit. As a separate unit,
-            its gradients would be reduced right after the block's, and the backward pass would wait for the block's
-            reduction.
+        projections: Function from a configuration to pattern of modules -> operations (fields of BlockOps) that get the
+            module as their projection. Only these operations read its weights.
+        units: Patterns of modules that are shard units: each unit's parameters are gathered and freed together. The
+            remaining modules form one more unit. A block's modulation belongs to the block's unit, because a separate
+            unit would make the backward pass wait for the block's reduction.
     """
 
     rules: Callable[[OwnConfig], dict[str, Rule]]
@@ -213,7 +211,7 @@ class Plan:
         return config.depth * self.flops_at(config, "block") + outside
 
     def flops_at(self, config: DiTConfig, place: str) -> int:
-        """Return the sum of the FLOP terms of one place: "block" for one block, or "first", "last" or "every" for the
+        """Return the sum of one place's FLOP terms: "block" for one block, or "first", "last" or "every" for the
         modules outside of the blocks on those pipeline stages."""
         return sum(term.flops(config) for term in self.flops if term.place == place)
 
@@ -222,9 +220,8 @@ class Plan:
 
 
 def rules(config: DiTConfig) -> dict[str, Rule]:
-    """Return the rules of all parameters. Layers outside of the blocks that process only one vector per sample are
-    replicated, because dividing these would cost a collective and save little. The modulations are an exception,
-    because they have many weights."""
+    """Return the rules of all parameters. Layers that process one vector per sample are replicated, because dividing
+    them would cost a collective and save little. Only the modulations are divided, because they have many weights."""
     found: dict[str, Rule] = {
         "x_embedder.*.*": Replicated(),
         **({} if config.alignment is None else {"projector.layers.*.*": Replicated()}),
@@ -273,8 +270,8 @@ def mlp_rules(branches: int = 1) -> dict[str, Rule]:
 
 
 EXPERT_RULES: dict[str, Rule] = {
-    # Every rank needs the full router for the softmax over the experts, but uses only the affinities of the experts
-    # that it holds. So a rank's gradient of the router is only a part of the sum.
+    # Every rank needs the full router for the softmax, but uses only its experts' affinities. So the router's gradient
+    # is the sum over the ranks.
     "blocks.*.mlp.router.weight": Replicated(partial_gradient=True),
     "blocks.*.mlp.expert_fc1": Expert(),
     "blocks.*.mlp.expert_fc2": Expert(),
@@ -290,16 +287,15 @@ def divisible(config: DiTConfig) -> dict[str, dict[str, int]]:
 
 
 def stages(*every: str) -> StageCuts:
-    """Return the stage cuts of a DiT. Modules named in ``every`` are on every stage, like the modules that compute the
-    condition."""
+    """Return the stage cuts of a DiT. every: names of further modules that are on every stage."""
     first = ("x_embedder", "pos_embed", "temporal_embed", "learned_positions")
     condition = ("t_embedder", "y_embedder", "text_encoder", "shared_modulation")
     return StageCuts("blocks", tuple(name for name in first if name not in every), ("final_layer",), condition + every)
 
 
 def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
-    """Map linear layers of a block to the operations that use them. Layers that torch computes directly are missing:
-    qkv if query heads share keys and values, and most layers of cross-attention."""
+    """Map a block's linear layers to the operations that use them. Layers that torch computes directly are missing: qkv
+    if query heads share keys and values, and most layers of cross-attention."""
     spec, found = config.block, {}
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     residual = "linear_gate_residual", f"linear_gate_residual_{norm}_modulate"
@@ -329,9 +325,9 @@ def _input(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _norms(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the outputs of norm and modulation. Without fusion, a LayerNorm also keeps its output, and
-    an RMSNorm its output and x / rms. With recomputation only the statistics are kept. Mean and rstd are counted for
-    two norms, whatever the number of branches."""
+    """Return the memory of norms and modulations: their outputs. Without fusion, a LayerNorm also keeps its output, and
+    an RMSNorm its output and x / rms. With recomputation only statistics are kept. Statistics are counted for two
+    norms."""
     count = sum(branch.modulated for branch in config.branches)
     if execution.recompute != "none":
         return Kept(statistics=4)
@@ -351,9 +347,9 @@ def _float8_weights(execution: Execution, count: int) -> int:
 def _attention(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of self-attention: q, k, v, its output, the projected output, and the sum with x.
 
-    With sequence parallelism, shared keys and values are kept for every head, because the ranks copy them before the
-    exchange. In FP8 the attention output is kept in both precisions. All of torch's kernels except ``math`` keep one
-    log-sum-exp per query and head. It is always counted, for one attention.
+    With sequence parallelism, shared keys and values are kept for every head, because ranks copy them before the
+    exchange. In FP8 the attention output is kept in both precisions. One log-sum-exp per query and head is counted, for
+    one attention.
     """
     keys = config.key_value_width / config.hidden_size
     copied = keys == 1 or execution.sequence_parallel > 1
@@ -371,9 +367,9 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of self-attention along time.
 
-    This is the memory of :func:`_attention` plus a copy of the attention output in the token order that the projection
-    reads. Rotated queries and keys are also copies, in the order in which attention reads them. Normalised queries and
-    keys are kept as well, unless one kernel normalises and rotates; that kernel keeps only its input."""
+    It is the memory of :func:`_attention` plus copies in another token order: the attention output for the projection,
+    and rotated queries and keys. Normalised queries and keys are also kept, unless one kernel normalises and
+    rotates."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
@@ -384,10 +380,9 @@ def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of cross-attention: q, k, v, the attention output, and tensors outside of the attention.
-    With a gate, the tensors outside are the input h and the projected output; FP8 also keeps the projection's weight in
-    float8. Without a gate, they are h and the norm's output (and its copy under autocast), or, with an RMSNorm, h and
-    both products of the norm.
+    """Return the memory of cross-attention: q, k, v, the attention output, and tensors outside of the attention. With a
+    gate, these are the input and the projected output (and FP8 keeps the projection's weight in float8). Without a
+    gate, they are the input and the norm's output (with a copy under autocast); an RMSNorm keeps both its products.
     """
     if not config.cross_attention:
         return Kept()
@@ -399,8 +394,8 @@ def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _mlp(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the MLP: the outputs of fc1, GELU and fc2. SwiGLU keeps the two halves of fc1's output,
-    SiLU's output (unless fused), the product, and fc2's output."""
+    """Return the memory of the MLP: the outputs of fc1, GELU and fc2. SwiGLU keeps fc1's two halves, SiLU's output
+    (unless fused), the product, and fc2's output."""
     wide, level = config.mlp_ratio, execution.recompute
     if config.mlp == "swiglu":
         return Kept(units=(3 if execution.fused else 4) * wide + 1)
@@ -411,16 +406,16 @@ def _mlp(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _experts(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the experts: the sum over experts, and for every (token, expert) pair the expert's input,
-    output, and hidden layer before and after GELU."""
+    """Return the memory of the experts: their sum, and for every (token, expert) pair the expert's input, output, and
+    hidden layer before and after GELU."""
     experts = config.block.experts
     if experts is None:
         return Kept()
     return Kept(units=experts.capacity * (2 + 2 * experts.hidden / config.hidden_size) + 1)
 
 
-# Peak of additional memory in the backward pass of a block, in units (see Kept), by level of --recompute. The peak is
-# in fc2's backward pass. dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units, and fc2's output (1
+# A block's peak of additional memory in the backward pass, in units (see Kept), by level of --recompute. The peak is in
+# fc2's backward pass: dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units, and fc2's output (1
 # unit) is freed. Recomputation adds GELU's output (4 units), or also fc1's output and input (4 + 1 units).
 BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
@@ -438,14 +433,12 @@ def _projections(config: DiTConfig) -> int:
 
 
 def attention_term(part: str, keys: Count) -> FlopTerm:
-    """Return the FLOP term of the two matrix products of an attention in which every token attends to ``keys``
-    tokens."""
+    """Return the FLOP term of an attention's two matrix products. Every token attends to ``keys`` tokens."""
     return FlopTerm(part, lambda config: 4 * config.tokens * keys(config) * config.hidden_size, keys=keys)
 
 
 def mlp_flops(config: DiTConfig, matrices: int | None = None) -> int:
-    """Return the FLOPs of an MLP. matrices: number of matrices of hidden size x MLP width; None for the number in the
-    block's MLP."""
+    """Return the FLOPs of an MLP. matrices: number of (hidden size x MLP width) matrices; None for the block's MLP."""
     matrices = 1 + MLPS[config.mlp].branches if matrices is None else matrices
     return 2 * matrices * config.tokens * config.hidden_size * config.mlp_hidden
 

@@ -25,8 +25,8 @@ def grid_coordinates(*sizes: int, device: torch.device | None = None) -> Tensor:
 def sincos_positions(coordinates: Tensor, dim: int) -> Tensor:
     """Return the sine-cosine positions (N, dim) float32 of coordinates (N, axes), computed in float64.
 
-    This is Meta's layout: the channels are split evenly over the axes, the last axis (the column) first. Each part has
-    the sines, then the cosines, for frequencies 10000^(-i / n), i < n = dim / (2 * axes).
+    This is Meta's layout: the channels are split evenly over the axes, the last axis (the column) first. Each axis has
+    sines, then cosines, with frequencies 10000^(-i / n), i < n = dim / (2 * axes).
 
     Raises ValueError unless ``dim`` is divisible by 2 * axes.
     """
@@ -41,15 +41,14 @@ def sincos_positions(coordinates: Tensor, dim: int) -> Tensor:
 
 
 def check_sincos(dim: int, axes: int) -> None:
-    """Raise ValueError unless ``dim`` is divisible by the 2 * axes parts of a sine-cosine table."""
+    """Raise ValueError unless ``dim`` is divisible by 2 * axes."""
     if dim % (2 * axes):
         raise ValueError(f"a {axes}D sine-cosine table needs a width divisible by {2 * axes}, not {dim}")
 
 
 def sincos_position_table(dim: int, *sizes: int, device: torch.device | None = None) -> Tensor:
     """Return :func:`sincos_positions` of a line (length,) or a grid (height, width), as (prod(sizes), dim), row by row.
-    On the meta device an empty tensor is returned without any computation, because computing there would make torch
-    import its compiler."""
+    On the meta device, return an empty tensor: computing there would make torch import its compiler."""
     if device is not None and torch.device(device).type == "meta":
         check_sincos(dim, len(sizes))
         return torch.empty(math.prod(sizes), dim, dtype=torch.float32, device=device)
@@ -61,8 +60,8 @@ def _frequencies(count: int, device: torch.device) -> Tensor:
 
 
 def rotary_shares(head_dim: int, axes: int) -> list[int]:
-    """Return the number of channel pairs of a head that each axis rotates. All axes get the same number; the first axis
-    (time in clips) also gets the remainder. Raises ValueError if ``head_dim`` is odd or has fewer pairs than axes."""
+    """Return how many of a head's channel pairs each axis rotates: equal numbers, plus the remainder for the first axis
+    (time in clips). Raises ValueError if ``head_dim`` is odd or has fewer pairs than axes."""
     pairs = head_dim // 2
     if head_dim % 2 or pairs < axes:
         raise ValueError(
@@ -73,9 +72,9 @@ def rotary_shares(head_dim: int, axes: int) -> list[int]:
 
 
 def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
-    """Return the cosines and sines (N, head_dim / 2, 2) float32 with which :func:`rotate` rotates tokens at coordinates
-    (N, axes). This extends Su et al., "RoFormer" (2021), to several axes, with the frequencies of a sine-cosine table
-    along each axis. Raises ValueError if ``head_dim`` is odd or too small."""
+    """Return the table for :func:`rotate`: cosines and sines (N, head_dim / 2, 2) float32 for tokens at coordinates (N,
+    axes). This extends Su et al., "RoFormer" (2021), to several axes. Raises ValueError if ``head_dim`` is odd or too
+    small."""
     shares = rotary_shares(head_dim, coordinates.shape[1])
     parts = zip(coordinates.double().unbind(1), shares, strict=True)
     angles = torch.cat([position[:, None] * _frequencies(share, position.device) for position, share in parts], dim=1)
@@ -96,15 +95,13 @@ def axes_table(coordinates: Tensor, channels: Sequence[int], bases: Sequence[flo
 def interwoven_table(
     coordinates: Tensor, width: int, base: float, steps: Sequence[float], sides: Sequence[float]
 ) -> Tensor:
-    """Return the cosines and sines (..., D / 2, 2) float32 of tokens at coordinates (..., axes), for all D = ``width``
-    channels of a token.
+    """Return the cosines and sines (..., D / 2, 2) float32 of tokens at coordinates (..., axes). D is ``width``.
 
     A position is p = coordinate * step / side. The frequencies are pi / 2 * base^u, with u from 0 to 1. For each
     frequency, the angles (2 p - 1) * frequency of all axes are consecutive. Channels without an angle come first and
     are not rotated.
 
-    The computation is in float32 and in LTX-Video's order of operations, because angles reach 15,000, where rounding
-    changes the result.
+    The computation is in float32 and in LTX-Video's order of operations, because rounding matters: angles reach 15,000.
     """
     count = width // (2 * len(steps))
     grid = coordinates.to(torch.float32)
@@ -155,8 +152,7 @@ class _AddTable(torch.autograd.Function):
 
 def add_table(x: Tensor, table: Tensor) -> Tensor:
     """Return x (B, N, D) plus a constant fp32 table (1, N, D) or (N, D). The sum is computed in fp32 and rounded to x's
-    dtype once. This is ``(x + table).to(x.dtype)`` without an fp32 tensor of x's size in the forward and backward
-    pass."""
+    dtype once, but without an fp32 tensor of x's size."""
     return _AddTable.apply(x, table)
 
 
@@ -184,17 +180,17 @@ class Rotary:
     """Rotary positions. A token's coordinates are (frame, row, column) of its patch.
 
     Attributes:
-        channels: Number of a head's channels for each axis; () if ``steps`` is set or if there are no rotations.
+        channels: Number of a head's channels for each axis; () with ``steps`` or without rotations.
         base: Base of the frequencies.
-        bases: Base of the frequencies of each axis; () for ``base`` on every axis.
+        bases: Base for each axis; () for ``base`` on every axis.
         text: Coordinates of a caption's tokens. "zero": 0 on all axes. "count": ``first``, ``first`` + 1, ... along the
             first axis; the media's tokens get the next number on this axis. "last": 0, 1, ... along an additional last
             axis. "diagonal": the same coordinate on all axes, starting at half the media's longer side; rows and
             columns of the media are then counted from the middle.
         first: First coordinate for ``text`` "count".
-        steps: Size of a coordinate's step along each axis; () for rotations that all heads share. With steps, a token's
-            position along an axis is coordinate * step / side, and the channels of the axes are interleaved over all
-            heads, so that heads have different angles.
+        steps: Size of a coordinate's step along each axis; () if all heads share the rotations. With steps, a position
+            is coordinate * step / side, the axes' channels are interleaved over all heads, and heads have different
+            angles.
         sides: Side of each axis for ``steps``.
     """
 
@@ -207,9 +203,8 @@ class Rotary:
     bases: tuple[float, ...] = ()
 
     def table(self, coordinates: Tensor, width: int) -> Tensor | None:
-        """Return the cosines and sines of tokens at coordinates (..., axes); None without rotations. The result is
-        (..., d / 2, 2) for the channels of one head, or, with ``steps``, (..., D / 2, 2) for all D = ``width``
-        channels."""
+        """Return the cosines and sines of tokens at coordinates (..., axes); None without rotations. They are (..., d /
+        2, 2) for one head's channels. With ``steps`` they are (..., D / 2, 2) for all D = ``width`` channels."""
         if not self.steps and not self.channels:
             return None
         if not self.steps:
@@ -220,7 +215,7 @@ class Rotary:
 def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
     """Return the rotary coordinates (n, axes) float64 of media tokens. places: (n, 2 or 3), the tokens' coordinates in
     the grid. sides: (2,) or (n, 2), number of rows and columns of the grid. For ``rotary.text`` "count", the caller
-    must add the offset that follows from the caption's length."""
+    must add the offset for the caption's length."""
     axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
     if rotary.text == "diagonal":
         places[:, -2:] -= sides - sides // 2

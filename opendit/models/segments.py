@@ -1,11 +1,11 @@
 """Packs: samples of unequal size that are concatenated to a single sequence of tokens.
 
-A *segment* is one sample of a pack. It has its own grid of tokens, timestep, condition and modulation. Tokens attend
-only to tokens of their segment. Padding fills the end of the sequence and goes through the layers, but no token attends
-to it, and its gradient is exactly zero.
+A *segment* is one sample of a pack, with a separate grid, timestep, condition and modulation. Tokens attend only to
+tokens of their segment. Padding fills the end of the sequence. No token attends to padding, and the padding's gradient
+is exactly zero.
 
-Segments may have any order. Neighbouring segments of equal length form a *run*. The tokens of a run are a view (count,
-length, ...) of the sequence, so that dense kernels can process the run in one call.
+Neighbouring segments of equal length form a *run*. A run's tokens are a view (count, length, ...) of the sequence, so
+that a dense kernel can process the run in one call.
 """
 
 import math
@@ -24,7 +24,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (
 
 
 class SegmentRun(NamedTuple):
-    """``count`` neighbouring segments of ``length`` tokens each. The first one has the number ``segment``."""
+    """``count`` neighbouring segments of ``length`` tokens each. segment: number of the first one."""
 
     segment: int
     count: int
@@ -36,9 +36,9 @@ class Segments:
     """The segments of a pack, in order.
 
     grids: (frames, rows, columns) of each segment, in tokens. tokens: length N of the pack, including padding.
-    repeated: True for each segment whose single frame is repeated to fill a patch of several frames; () if there is
-    none. kept: number of tokens of each segment that the blocks of a route process; () without a route. Raises
-    ValueError for an invalid pack.
+    repeated: for each segment, True if a single frame is repeated to fill a patch of several frames; () for none. kept:
+    for each segment, the number of tokens that a route's blocks process; () without a route. Raises ValueError for an
+    invalid pack.
     """
 
     grids: tuple[Grid, ...]
@@ -65,7 +65,7 @@ class Segments:
         return cls(tuple((f, r, c) for f, r, c in whole_grids), tokens, repeated if any(repeated) else ())
 
     def of_kept(self, tokens: int) -> "Segments":
-        """Return the segments of a pack that consists of the kept tokens, padded to at least ``tokens`` tokens."""
+        """Return the segments of a pack of only the kept tokens, padded to at least ``tokens`` tokens."""
         return Segments(tuple((1, 1, count) for count in self.kept), max(tokens, sum(self.kept)))
 
     @cached_property
@@ -90,8 +90,8 @@ class Segments:
         return self.within(0, self.tokens)
 
     def within(self, first: int, stop: int) -> tuple[SegmentRun, ...]:
-        """Return the runs of one rank's tokens, [``first``, ``stop``). Segments that extend beyond this range are cut,
-        and padding is left out. The runs are contiguous and begin at ``first``."""
+        """Return the runs in one rank's range of tokens, [``first``, ``stop``), without padding. Segments are cut at
+        the ends of the range. The runs are contiguous and begin at ``first``."""
         ends = zip(range(len(self.grids)), self.offsets, self.offsets[1:], strict=False)
         cut = ((number, min(end, stop) - max(begin, first)) for number, begin, end in ends)
         groups = groupby((part for part in cut if part[1] > 0), key=lambda part: part[1])
@@ -111,9 +111,9 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSegments:
-    """A complete pack, or one rank's part of it. sample_of_row: (n,) int32, each token's segment; padding belongs to
-    the last one. offsets: (S + 1,) int32, see ``Segments.offsets``. first: index in the pack of the part's first
-    token."""
+    """A pack, or one rank's range of tokens in the pack. sample_of_row: (n,) int32, each token's segment; padding
+    belongs to the last segment. offsets: (S + 1,) int32, see ``Segments.offsets``. first: the first token's index in
+    the pack."""
 
     segments: Segments
     sample_of_row: Tensor
@@ -128,8 +128,8 @@ class PlacedSegments:
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
-        """Return the offsets of ``count`` segments, starting with number ``segment``, and the end of the last segment:
-        (count + 1,) int32. The first offset is 0."""
+        """Return the offsets of ``count`` segments from number ``segment`` on, and the last segment's end: (count + 1,)
+        int32. The first offset is 0."""
         made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer asks for the same offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
@@ -193,8 +193,7 @@ def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int)
 
 
 def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
-    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). If a segment's frame was repeated to fill
-    the patch, keep one copy."""
+    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). Repeated frames are reduced to one."""
     axes, found = x.dim() - 2, []
     repeated = segments.repeated or (False,) * len(segments.grids)
     for part, grid, single in zip(x[: segments.filled].split(segments.lengths), segments.grids, repeated, strict=True):
@@ -210,26 +209,25 @@ def segment_means(x: Tensor, segments: Segments) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
-# A run (segments of equal length) is a view (count, L, H, d) of the pack, which a dense kernel processes at full speed.
-# But short runs need many small calls. If opendit/kernels/attention.py finds a varlen kernel, it processes several
-# neighbouring short runs in one call. Otherwise there is one call for each run.
+# A dense kernel processes one run (count, L, H, d) per call, so short runs need many small calls. A varlen kernel
+# (opendit/kernels/attention.py), if available, processes several neighbouring short runs in one call.
 
 
 class Varlen(Protocol):
     """An attention kernel for consecutive segments of unequal length."""
 
     def takes(self, run: SegmentRun) -> bool:
-        """Return True if this kernel should process the run, because it is faster than a dense call."""
+        """Return True if this kernel is faster for the run than a dense kernel."""
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
-        """Return the attention output (N, H, d) of q, k, v (N, H, d). offsets: (S + 1,) int32, the first token of each
-        segment and the end of the last. longest: number of tokens of the longest segment."""
+        """Return the attention output (N, H, d) for q, k, v (N, H, d). offsets: (S + 1,) int32, each segment's first
+        token and the last segment's end. longest: the longest segment's token count."""
         ...
 
 
 class AttentionCall(NamedTuple):
-    """Consecutive runs that are processed by one call of an attention kernel."""
+    """Consecutive runs that one kernel call processes."""
 
     runs: tuple[SegmentRun, ...]
     varlen: bool
@@ -240,8 +238,8 @@ class AttentionCall(NamedTuple):
 
 
 def calls_of(runs: tuple[SegmentRun, ...], varlen: Varlen | None) -> list[AttentionCall]:
-    """Return the calls for these runs: one call for consecutive runs that ``varlen`` takes, and a dense call for each
-    other run."""
+    """Return the calls for these runs. Consecutive runs that ``varlen`` takes share one call; each remaining run gets a
+    dense call."""
     parts = []
     for together, group in groupby(runs, key=lambda run: varlen is not None and varlen.takes(run)):
         found = tuple(group)
@@ -253,12 +251,12 @@ def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, packed: PlacedSegments, attend: Attend, varlen: Varlen | None = None
 ) -> Tensor:
     """Attend from each token to the tokens of its segment: softmax(q k^T / sqrt(d)) v. The result is zero for padding.
-    q, k, v: (1, H, N, d) of the complete pack. Views of (1, N, ..., H, d), the memory layout of projections, are
-    fastest. The result has this memory layout, too."""
+    q, k, v: (1, H, N, d) of the complete pack. The result has the memory layout (1, N, H, d). This layout is also the
+    fastest for q, k and v."""
     parts = calls_of(packed.segments.runs, varlen)
     padding = q.shape[2] - sum(part.tokens for part in parts)
-    # The backward pass of ``split`` concatenates the parts' gradients in one copy. With slices, it would create a
-    # complete tensor of zeros for each part.
+    # ``split`` concatenates the gradients in one copy. Slices would create a complete tensor of zeros for each
+    # gradient.
     sizes = [*(part.tokens for part in parts), *([padding] if padding else [])]
     whole = (x[0].transpose(0, 1) for x in (q, k, v))
     rows = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in whole), strict=True)
@@ -310,8 +308,7 @@ def segment_cross_attention(
 
 
 class _Reordered(torch.autograd.Function):
-    """Permutation of the rows of x along a dimension. The backward pass permutes rows back; that of ``index_select``
-    adds them, which is slower."""
+    """x.index_select(dim, order) for a permutation, with a faster backward pass: it permutes back instead of adding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
@@ -327,9 +324,9 @@ class _Reordered(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Interleaved:
-    """Order of a pack's tokens, which are grouped by sample. The pack's token i is token ``order[i]`` of the
-    concatenated streams. ``inverse`` is the inverse permutation. ``totals``: number of tokens of each stream.
-    ``samples``: for each stream, the sample of each token."""
+    """Order of a pack with several streams: tokens are grouped by sample. The pack's token i is token ``order[i]`` of
+    the concatenated streams. ``inverse``: the inverse permutation. ``totals``: each stream's token count. ``samples``:
+    for each stream, the tokens' samples."""
 
     totals: tuple[int, ...]
     order: Tensor
@@ -338,8 +335,8 @@ class Interleaved:
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], device: torch.device) -> "Interleaved":
-        """Return the order for streams with these numbers of tokens. ``lengths[i][j]`` is the number of tokens of
-        stream i in sample j. The host does not wait for the device."""
+        """Return the order for streams of these lengths: sample j has ``lengths[i][j]`` tokens in stream i. The host
+        does not wait for the device."""
         counts = np.array(lengths, dtype=np.int64)  # (streams, samples)
         sample = np.concatenate([np.repeat(np.arange(counts.shape[1]), own) for own in counts])
         order = np.argsort(sample, kind="stable")  # a stable sort keeps the order of a sample's streams
@@ -352,9 +349,9 @@ class Interleaved:
         return cls(totals, table[0], table[1], table[2].int().split(totals))
 
     def join(self, streams: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Join the streams' tensors (..., n, ...) to one tensor (..., N, ...), whose tokens are grouped by sample."""
+        """Join the streams' tensors (..., n, ...) to one tensor (..., N, ...) with tokens grouped by sample."""
         return _Reordered.apply(torch.cat(list(streams), dim=dim), self.order, self.inverse, dim)
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """Invert :meth:`join`: split a tensor whose tokens are grouped by sample into one tensor for each stream."""
+        """Invert :meth:`join`: split a tensor into one tensor for each stream."""
         return _Reordered.apply(x, self.inverse, self.order, dim).split(self.totals, dim=dim)

@@ -1,8 +1,8 @@
 """The architectures besides DiT: vDiT (clips), ST-DiT (attention along axes), MovieGen (Llama's blocks), EC-DiT
 (experts).
 
-To add an architecture, write its configuration and its network (a new file for a large one), and add a row to
-``CLASSES`` in opendit/models/zoo.py and one to ``KINDS`` in opendit/config/architectures.py.
+To add an architecture, write its configuration and its network. Then add a row to ``CLASSES`` in opendit/models/zoo.py
+and one to ``KINDS`` in opendit/config/architectures.py.
 """
 
 from dataclasses import dataclass, replace
@@ -33,8 +33,8 @@ class VDiT(DiT):
 @dataclass(frozen=True)
 class STDiTConfig(VDiTConfig):
     """The configuration of an ST-DiT: blocks with attention within frames, then along time. For T frames of S tokens,
-    the cost of attention grows with T S^2 + S T^2 instead of (T S)^2. The blocks are those of Latte (Ma et al. 2024)
-    and Open-Sora, with a modulation for each branch as in NeMo's ST-DiT."""
+    attention costs T S^2 + S T^2 instead of (T S)^2. The blocks follow Latte (Ma et al. 2024) and Open-Sora; each
+    branch is modulated, as in NeMo's ST-DiT."""
 
     kind: ClassVar[str] = "stdit"
     axial_attention: ClassVar[bool] = True
@@ -109,9 +109,9 @@ MOVIEGEN_PLAN = replace(PLAN, stages=stages("learned_positions"))
 
 @dataclass(frozen=True)
 class ECDiTConfig(DiTConfig):
-    """The configuration of an EC-DiT, whose blocks have a shared MLP and many small experts, which choose their tokens
-    (Sun et al., "EC-DiT: Scaling Diffusion Transformers with Adaptive Expert-Choice Routing", 2024). ``mlp_ratio`` is
-    the ratio of the shared MLP.
+    """The configuration of an EC-DiT: blocks with a shared MLP and many small experts that choose their tokens (Sun et
+    al., "EC-DiT: Scaling Diffusion Transformers with Adaptive Expert-Choice Routing", 2024). ``mlp_ratio`` is the
+    shared MLP's ratio.
 
     The routing follows the paper; the sizes are OpenDiT's (docs/models.md). In the paper, an expert is as large as an
     MLP. NVIDIA NeMo adds experts of width 1024 with a capacity factor of 8 to MovieGen-1B.

@@ -68,8 +68,8 @@ def model_config(
     """Return the configuration of a named model for latents of ``input_size`` and, for clips, ``frames`` frames.
 
     num_classes or text is required. learn_sigma: True to also predict a variance, in ``in_channels`` more channels.
-    revision: revision of the checkpoint whose weights the model will load; None for the newest. **options: further
-    fields of the configuration (qk_norm, adaln_lora, bias, positions, ...); None means the architecture's default.
+    revision: the revision of the weights to load; None for the newest. **options: further fields of the configuration
+    (qk_norm, adaln_lora, bias, positions, ...); None means the architecture's default.
 
     Raises ValueError if the name is unknown, the patch does not divide the size, ``frames`` does not fit the
     architecture, the architecture lacks an option, or the model can't be built.
@@ -126,16 +126,15 @@ def model_config(
 
 
 def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
-    """Return the MLP ratio with which an MLP of kind ``mlp`` has about as many weights as the default MLP with
-    ``ratio``. SwiGLU has three matrices and GELU has two (Shazeer 2020). The width of the hidden layer is a multiple of
-    64."""
+    """Return the MLP ratio for an MLP of kind ``mlp`` with about as many weights as the default MLP with ``ratio``.
+    SwiGLU has three matrices and GELU has two (Shazeer 2020). The hidden width is rounded up to a multiple of 64."""
     hidden = ratio * width * (2 / 3 if mlp == "swiglu" else 3 / 2)
     return 64 * math.ceil(hidden / 64 - 1e-9) / width
 
 
 def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
-    """Convert the newest revision's configuration of the model ``name`` to another revision. The configuration is
-    returned unchanged if the model does not differ between revisions."""
+    """Convert a configuration of the model ``name`` from the newest revision to another. Return it unchanged if the
+    model does not differ between revisions."""
     if not config.depends_on_revision:
         return config
     kind_name, size, _ = parse_name(name)
@@ -143,8 +142,8 @@ def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
 
 
 def config_from_dict(values: dict[str, Any]) -> DiTConfig:
-    """Return the configuration that ``to_dict`` wrote. Dictionaries of early versions have no kind, and describe a DiT.
-    Raises ValueError for a kind that this version does not know."""
+    """Return the configuration from the result of ``to_dict``. A dictionary without a kind describes a DiT. Raises
+    ValueError for a kind that this version does not know."""
     return _classes(values.get("kind", DiTConfig.kind)).config.from_dict(values)
 
 
@@ -161,9 +160,9 @@ def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
 
 
 def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
-    """Build the network of a configuration on torch's default device, with its fixed tables and uninitialised
-    parameters, which the caller must set. Raises ValueError for a configuration that can't be built. parameters: False
-    to leave the parameters on the meta device; only the tables are then on the default device."""
+    """Build the network of a configuration on torch's default device, with its fixed tables. The caller must set the
+    parameters. parameters: False to leave the parameters on the meta device. Raises ValueError for a configuration that
+    can't be built."""
     device = torch.get_default_device()
     with on_meta():
         model = _classes(config.kind).model(config)
@@ -176,7 +175,7 @@ def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
 
 
 def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
-    """Return the shapes of a model's parameters and of its buffers, without allocating them. Raises ValueError for a
+    """Return the shapes of a model's parameters and buffers, without allocating these. Raises ValueError for a
     configuration that can't be built."""
     parameters, buffers = _model_shapes(config)
     return dict(parameters), dict(buffers)
@@ -206,7 +205,7 @@ def _classes(stored: str) -> Classes:
 
 @dataclass
 class Weights:
-    """A state dict in the canonical layout, with the metadata of the file. Tensors in a safetensors file are read on
+    """A state dict in the canonical layout, and the file's metadata. Tensors in a safetensors file are read on
     access."""
 
     state: Mapping[str, Tensor]
@@ -222,6 +221,6 @@ class Weights:
 
     @property
     def shapes(self) -> Shapes:
-        """The shape of every tensor. Tensors in safetensors files are not read for this."""
+        """The shape of every tensor. This reads no tensors from a safetensors file."""
         known = getattr(self.state, "shapes", None)
         return {name: tuple(tensor.shape) for name, tensor in self.state.items()} if known is None else known

@@ -1,8 +1,8 @@
 """Data classes that describe families of public models.
 
-A family's file holds data: the conversion of ``config.json`` to a :class:`NetworkSpec`, the names of the weights, the
-conditions, the latents, and the sampling settings. None of the files needs diffusers. ``opendit.encoders`` and
-``opendit.checkpoint`` read the descriptions when they load a folder.
+A family's file describes the conversion of ``config.json`` to a :class:`NetworkSpec`, the names of the weights, the
+conditions, the latents, and the sampling settings. ``opendit.encoders`` and ``opendit.checkpoint`` use these
+descriptions to load a folder, without diffusers.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ class TextEmbedding:
     """The embedding of the text encoder's tokens (of ``width``) in the network.
 
     layers: "linear"; "norm" (RMSNorm and linear); "mlp" (two linear layers and GELU); or "none". multiple: captions are
-    padded with learned tokens to a multiple of it. pooled: width of the pooled vector, whose embedding is added to the
-    time's; 0 for none. picture: width of a picture's tokens, to which blocks attend in addition; in a condition, they
-    replace the pooled vector. masked: True if attention excludes the padding of captions in the joint sequence.
+    padded with learned tokens to a multiple of this number. pooled: width of the pooled vector; 0 for none. picture:
+    width of a picture's tokens, which blocks also attend to; 0 for none. In a condition they replace the pooled vector.
+    masked: True if attention excludes the captions' padding in the joint sequence.
     """
 
     width: int
@@ -49,11 +49,10 @@ class NetworkSpec:
         stacks: The blocks, as stacks of equal blocks.
         text: Embedding of captions.
         rotary: Rotary positions.
-        channels_last: Order of a patch's values in the network's input and in its output: True if the channels come
-            after the patch's axes, False if they come before.
+        channels_last: (input, output): True if a patch's channels come after the patch's axes, False if they come
+            before.
         convolution: True if the weight of the patch embedding has a convolution's shape.
-        order: Order of the streams in the joint sequence; () if captions are not in the sequence and blocks use
-            cross-attention.
+        order: Order of the streams in the joint sequence; () for cross-attention to captions.
         media_refiner: Blocks that process only the media's tokens, before the streams are joined.
         text_refiner: Blocks that process only the captions' tokens, before the streams are joined.
         time_width: Width of the time's embedding and of the blocks' condition; 0 if equal to the blocks' width.
@@ -61,21 +60,21 @@ class NetworkSpec:
         frequencies: Width of the time's sinusoids.
         reversed_time: True if the network's time is 1000 - t and the network predicts data - noise.
         time_unit: Divisor of the times before they are embedded.
-        time_normed: True if the blocks' condition is the RMSNorm of the time's sinusoids, and the time's embedding
-            serves as the modulation that all blocks share.
-        guidance: True if the scale of guidance is embedded and added to the time's embedding.
+        time_normed: True if the blocks' condition is the RMSNorm of the time's sinusoids, and the time's embedding is
+            the modulation that all blocks share.
+        guidance: True if the guidance scale is embedded and added to the time's embedding.
         shared: Number of modulation vectors shared by all blocks; 0 for none.
-        final: Names of the vectors of the final layer's modulation, in their order.
+        final: Names of the final layer's modulation vectors, in order.
         final_table: True if the final layer's modulation is a learned table plus the time's embedding.
-        final_rank: Rank of the final layer's modulation, which is added to the first of the ``shared`` vectors; None
-            for a full-rank modulation that is not added to them.
-        table: (side, unit) of a sine-cosine table of ``side`` x ``side`` patches, whose positions range from 0 to
-            ``unit``. A picture uses the positions in the middle of the table. None without such a table.
+        final_rank: Rank of the final layer's modulation, a correction of the first ``shared`` vectors; None for a
+            full-rank modulation instead of a correction.
+        table: (side, unit) of a sine-cosine table of ``side`` x ``side`` patches with positions from 0 to ``unit``;
+            None without a table. A picture uses the positions in the middle.
         media_multiple: Media are padded with learned tokens to a multiple of this number.
         given: Number of channels after the latents, for models conditioned on the first frame: the repeated mask, and
             the latents of a clip that is grey after its first frame.
         zeros: Number of zero channels after the ``given`` channels. Their weights have no effect.
-        bias: True if the layers outside of the blocks have biases. The blocks' options set the biases of blocks.
+        bias: True if the layers outside of the blocks have biases.
     """
 
     channels: int
@@ -117,9 +116,8 @@ class NetworkSpec:
 @dataclass(frozen=True)
 class Match:
     """OpenDiT's weights ``ours``, concatenated along ``dim``, equal the published weights ``theirs``, concatenated
-    along ``dim``. For example, one qkv weight matches published weights of q, k and v. In names, ``*`` is a placeholder
-    for the number of a block, which runs over ``blocks``. ``offset`` is OpenDiT's number of a block minus its published
-    number."""
+    along ``dim``. For example, one qkv weight matches published weights of q, k and v. ``*`` in names stands for each
+    number in ``blocks``. offset: OpenDiT's block number minus the published number."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -151,8 +149,8 @@ def layers(
     blocks: range | None = None,
     offset: int = 0,
 ) -> list[Match]:
-    """Match all parameters (``kinds``) of layers: OpenDiT's name -> published name, or several, which are concatenated
-    along dimension 0. ``ours`` and ``theirs`` are prefixes of all names. blocks, offset: see :class:`Match`."""
+    """Match all parameters (``kinds``) of layers. names: OpenDiT's name -> published name, or several names to
+    concatenate along dimension 0. ours, theirs: prefixes of all names. blocks, offset: see :class:`Match`."""
     found = []
     for own, published in names.items():
         parts = (published,) if isinstance(published, str) else published
@@ -169,11 +167,11 @@ class Text:
     Attributes:
         tokens: Maximum number of tokens of a prompt. Longer prompts are cut; shorter prompts are padded unless
             ``padding`` is "remove".
-        padding: Treatment of padding. "attend": the network attends to the encoder's outputs for padding. "zero": these
-            outputs are set to zero, and the network attends to the zeros. "remove": the padding is removed; in a batch
-            of prompts of unequal length, the network masks the padding or replaces it by learned tokens.
+        padding: "attend": the network attends to the encoder's outputs for padding. "zero": the network attends to
+            zeros instead of these outputs. "remove": padding is removed; between prompts of unequal length, it is
+            masked or replaced by learned tokens.
         pooled: True if there is a pooled vector in addition to the tokens.
-        beside: Number of the ``tokens`` that come from other encoders. They precede the other tokens.
+        beside: How many of the ``tokens`` come from other encoders. These tokens come first.
     """
 
     tokens: int
@@ -214,8 +212,8 @@ class Guidance:
         scale: Default scale, in the convention of the family's pipeline.
         formula: "uncond": uncond + scale * (cond - uncond). "cond": cond + scale * (cond - uncond). "embedded": a
             single forward pass with the scale as an input.
-        rescaled: The unit in which a guided prediction is rescaled to the norm of the conditional prediction: each
-            "row" of the latents, or each "patch" of 2 x 2 latent values; "" for no rescaling.
+        rescaled: Unit in which a guided prediction gets the norm of the conditional prediction: each "row" of the
+            latents, or each "patch" of 2 x 2 latent values; "" for no rescaling.
     """
 
     scale: float
@@ -225,11 +223,11 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Variant:
-    """Models of a family that ``setting`` of ``model_index.json`` distinguishes from the family's usual models.
+    """A variant of a family, marked by ``setting`` in ``model_index.json``.
 
     given_frames: conditioning frames that are inserted in place ("first"). architecture: "" for the family's. experts:
-    True if the pipeline has two networks; the value of ``setting`` is then the time in [0, 1] from which the first one
-    is used.
+    True if the pipeline has two networks. The value of ``setting`` is then the time in [0, 1] from which the first
+    network is used.
     """
 
     setting: str
@@ -256,34 +254,32 @@ class Family:
         name: Name of the family.
         network: Name of the network's class in diffusers, the ``_class_name`` of ``config.json``.
         pipelines: Pipeline classes of diffusers that use this network; the first is the default.
-        components: Names of the pipeline's components that are used -> (library, class), as required in
-            ``model_index.json``.
+        components: Name of each component that is used -> (library, class), as required in ``model_index.json``.
         layout: Function that builds the network's specification from the values of ``config.json``. Raises ValueError
             for values that do not belong to this family.
-        names: Function that returns the matches of all weights of a network with a given specification.
+        names: Function from a network's specification to the matches of all weights.
         text: Form of the prompt tokens.
         latents: Description of the latents.
         guidance: Description of the guidance.
         steps: Default number of sampling steps.
         shifted_end: True if the sampling times are evenly spaced down to the last trained time (shifted) instead of 0.
-        karras: True if sampling uses the noise levels of Karras et al., from 80 to 0.002, instead of the noise levels
-            of the folder's scheduler.
+        karras: True if sampling uses the noise levels of Karras et al., from 80 to 0.002, instead of the folder's
+            scheduler.
         constants: Names of published tensors that are not weights. OpenDiT computes them and exports them unchanged.
         image_size: Default side in pixels, or (height, width).
         frames: Default number of frames; None for pictures.
         license: License of the published weights, in the hub's spelling.
-        original: Names of layers in the authors' own code, which LoRA files of ComfyUI and kohya's trainers use -> the
-            published layers whose rows are joined in each. ``*`` is a placeholder for the number of a block. Layers
-            that are missing here have the same name in both naming schemes.
-        exchanged: The layers of ``original`` whose two halves of rows are in reversed order.
+        original: Name of a layer in the authors' code -> the published layers that it joins (rows). LoRA files of
+            ComfyUI and kohya's trainers use the authors' names. ``*`` stands for a block's number. Layers that are
+            missing here have the published name in both.
+        exchanged: The layers of ``original`` with their two halves of rows swapped.
         comfyui: Naming scheme of ComfyUI's LoRA files: "original", or "published" with separate q, k and v.
         loadable: Formats of LoRA files that ``load_lora_weights`` of diffusers' pipeline reads.
         architecture: Name of the model in the metadata of a LoRA file.
         variants: Models of other sizes.
         distilled: Default steps and guidance scale of folders with ``is_distilled`` in ``model_index.json``.
         when: Values of ``config.json`` that distinguish the family from another family with the same network class.
-        shift: Source of the shift of the sampling times: "scheduler" (the folder's scheduler), or "empirical" (FLUX.2's
-            formula of tokens and steps).
+        shift: Source of the shift of the sampling times: "scheduler" (the folder's), or "empirical" (FLUX.2's formula).
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""FLUX.1 (Black Forest Labs 2024), dev and schnell: blocks with two streams, then blocks with one stream whose
-attention and MLP are parallel."""
+"""FLUX.1 (Black Forest Labs 2024), dev and schnell: blocks with two streams, then blocks with one stream and parallel
+attention and MLP."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """The network of a public model: embeddings, refiners, blocks and final layer, built from a specification.
 
-The family's file converts ``config.json`` to the specification. The code here is the same for all families.
+The family's file converts ``config.json`` to the specification.
 """
 
 import math
@@ -32,8 +32,8 @@ from opendit.models.segments import Interleaved, PlacedSegments, Segments, Varle
 
 
 class PatchLinear(nn.Module):
-    """Embedding of the patches of latents (B, C, ...) as tokens (B, N, D), by a linear layer. The values of a patch
-    have the order of the published weights."""
+    """Linear embedding of latents (B, C, ...) as tokens (B, N, D), one token per patch. A patch's values have the order
+    of the published weights."""
 
     def __init__(self, spec: NetworkSpec, width: int):
         super().__init__()
@@ -116,8 +116,8 @@ class VectorEmbedder(nn.Module):
 
 
 class PublicDiT(DiT):
-    """The network of a public model. It has the interface of :class:`DiT`, with t in [0, 1000] and a TextCondition, and
-    for every family predicts the velocity, noise - data."""
+    """The network of a public model, with the interface of :class:`DiT`: t is in [0, 1000], and y is a TextCondition.
+    For every family it predicts the velocity, noise - data."""
 
     config: PublicConfig
 
@@ -206,8 +206,8 @@ class PublicDiT(DiT):
         """Do nothing, because these models have no position tables as buffers."""
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
-        """Return the positions (1, N, D) fp32 that are added to a picture's tokens; None for models without a position
-        table. Those models have rotations, which :meth:`places` computes, because they may depend on the captions."""
+        """Return the positions (1, N, D) fp32 to add to a picture's tokens; None for models without a position table.
+        :meth:`places` computes rotations."""
         if self.config.spec.table is None:
             return None
 
@@ -217,9 +217,8 @@ class PublicDiT(DiT):
         return self._made_once(("table", grid), made)
 
     def _positions_in_middle(self, coordinates: Tensor, grid: tuple[int, ...] | Tensor) -> Tensor:
-        """Return the positions (1, N, D) of patches at coordinates (N, 2). grid: the size (2,) of the pictures' grid,
-        or the size (N, 2) of the grid that each patch belongs to. Raises ValueError for pictures that are larger than
-        the table."""
+        """Return the positions (1, N, D) of patches at coordinates (N, 2). grid: size (2,) of the grid, or (N, 2) for
+        each patch's grid. Raises ValueError for pictures that are larger than the table."""
         side, unit = cast(tuple[int, int], self.config.spec.table)
         sides = torch.as_tensor(grid, device=coordinates.device)
         self.config.check_side(int(sides.max()))
@@ -239,8 +238,8 @@ class PublicDiT(DiT):
         return self._made_once(("rope", grid), made)
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
-        """If rotations cover the channels of all heads, select the tokens and heads whose queries this rank projects.
-        Rotations that all heads share are returned unchanged, because ranks apply these after the exchange of heads."""
+        """If heads have different rotations, select those for the tokens and heads that this rank projects. Return
+        rotations that all heads share unchanged; ranks apply these after exchanging heads."""
         if table is None or shards is None or not self.config.spec.rotary.steps:
             return table
         return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))
@@ -248,8 +247,8 @@ class PublicDiT(DiT):
     # ------------------------------------------------------------------------------------------------------ conditions
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
-        """Embed captions. Return the vector that is added to the time's embedding, and the tokens (B, L, D) with the
-        captions' mask. A picture's tokens precede the captions' tokens."""
+        """Embed captions. Return the vector to add to the time's embedding, and the tokens (B, L, D) with the captions'
+        mask. A picture's tokens precede the captions' tokens and have no mask."""
         assert isinstance(y, TextCondition), "a public model is conditioned on captions"
         spec, dtype = self.config.spec, cast(nn.Linear, self.t_embedder.mlp[0]).weight.dtype
         width = 1 if spec.time_normed else spec.time_width or spec.block.width
@@ -268,10 +267,10 @@ class PublicDiT(DiT):
         return torch.full((count,), family_of(self.config.family).guidance.scale, device=device)
 
     def _text(self, tokens: Tensor, mask: Tensor, shortest: int) -> tuple[Tensor, Tensor]:
-        """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens that are
-        attended to, or (B, 0) if all are."""
+        """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens to attend to,
+        or (B, 0) for all tokens."""
         spec, embed = self.config.spec, self.text_embedder
-        # True if this pipeline stage has no caption embedder, which only the first stage has.
+        # True if this pipeline stage is not the first and has no caption embedder.
         elsewhere = not hasattr(embed, "mlp")
         if spec.text.multiple == 1 and not spec.text.masked:
             return tokens if elsewhere else embed(tokens), mask[:, :0] if spec.order else mask
@@ -303,7 +302,7 @@ class PublicDiT(DiT):
         return super().contexts(context)
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
-        """Yield the modulations of the media refiner's blocks (if ``first``), of the blocks, and of the final layer."""
+        """Yield modulations for the media refiner's blocks (if ``first``), for the blocks, and for the final layer."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         spec, of_final = self.config.spec, None
         if spec.time_normed:
@@ -317,9 +316,8 @@ class PublicDiT(DiT):
     # ----------------------------------------------------------------------------------------------------- one forward
 
     def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
-        """Predict the velocity, noise - data, of noised latents; see :meth:`DiT.forward`. t: (B,) times in [0, 1000],
-        where 1000 is pure noise; (B, T) if some frames of x are conditioning frames, see ``times_of_frames``. y: a
-        TextCondition."""
+        """Predict the velocity, noise - data, of noised latents; see :meth:`DiT.forward`. t: (B,) times from 0 to 1000
+        (pure noise), or (B, T) if some frames are conditioning frames (see ``times_of_frames``). y: a TextCondition."""
         c, context = self.condition(t, y)
         if segments is not None:
             return self._predict_pack(x, self.modulations(c), context, segments)
@@ -327,7 +325,7 @@ class PublicDiT(DiT):
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
         vector, context = self.embed_condition(y)
-        if t.dim() > 1:  # (B, T) becomes (B T,), where the times of a sample's frames are consecutive.
+        if t.dim() > 1:  # (B, T) becomes (B T,), sample after sample
             vector, t = vector.repeat_interleave(t.shape[1], dim=0), t.flatten()
         return self.t_embedder(t) + vector, context
 
@@ -347,9 +345,8 @@ class PublicDiT(DiT):
         return self.leave(tokens, next(modulations), grid)
 
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
-        """Embed latents x (B, C, ...), and captions if they are in the sequence, as the input tokens (B, N, D) of the
-        first block. Return the tokens and their grid. This consumes the media refiner's modulations from the
-        iterator."""
+        """Embed latents x (B, C, ...) as tokens (B, N, D) for the first block. If captions are in the sequence, their
+        tokens are included. Return the tokens and their grid. The media refiner's modulations are consumed."""
         spec = self.config.spec
         by_frame = x.shape[1] > spec.channels and not spec.given
         if by_frame:
@@ -376,8 +373,7 @@ class PublicDiT(DiT):
         return torch.cat([parts[name] for name in spec.order], dim=1), grid
 
     def _refined(self, media: Tensor, modulations: Iterator[Modulation], alone: TokenGrid) -> Tensor:
-        """Run the media refiner, if the model has one, on tokens (B, n, D). This consumes the refiner's modulations
-        from the iterator."""
+        """Run the media refiner, if the model has one, on tokens (B, n, D). The refiner's modulations are consumed."""
         refiner = self.config.spec.media_refiner
         if refiner is None:
             return media
@@ -388,8 +384,8 @@ class PublicDiT(DiT):
     def places(
         self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False
     ) -> tuple[TokenGrid, TokenGrid]:
-        """Return the grid of all tokens of a batch of latents of this size, and the grid of only the media's tokens.
-        by_frame: True if each frame has separate modulation vectors."""
+        """Return the grid of all tokens for latents of this size, and the grid of only the media's tokens. by_frame:
+        True if each frame has separate modulation vectors."""
         spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
         text, keys = _of_context(context) if spec.order else (None, None)
@@ -430,10 +426,10 @@ class PublicDiT(DiT):
         )
 
     def _vectors_of_frames(self, sizes: tuple[int, ...], batch: int, shards: SequenceShards | None) -> Tensor:
-        """Return the index of the modulation vector of each of this rank's tokens, (B, n) int64. The vectors are
+        """Return the index of each token's modulation vector, (B, n) int64, for this rank's tokens. The vectors are
         numbered by frame, sample after sample."""
         frames = torch.arange(sizes[0], device=self.device).repeat_interleave(math.prod(sizes[1:]))
-        # The index is 0 in a shard's padding; cummax replaces it by the index of the preceding frame.
+        # In a shard's padding the index is 0; cummax replaces it by the preceding token's index.
         if shards is not None:
             frames = shards.take(frames.view(1, -1, 1)).flatten().cummax(0).values
         return torch.arange(batch, device=self.device)[:, None] * sizes[0] + frames
@@ -450,7 +446,7 @@ class PublicDiT(DiT):
         return -y if spec.reversed_time else y
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
-        """Rearrange tokens (B, N, C * prod(patch)) to (B, C, ...), by the published order of a patch's values."""
+        """Rearrange tokens (B, N, C * prod(patch)) to (B, C, ...). A patch's values have the published order."""
         patch, axes, spec = self.config.patch, len(grid), self.config.spec
         if spec.channels_last[1]:
             return super().unpatchify(x, grid)
@@ -497,9 +493,9 @@ class PublicDiT(DiT):
         return -y if spec.reversed_time else y
 
     def _joint_pack(self, segments: Segments, text: Tensor, keys: Tensor) -> "JointPack":
-        """Return the layout of a pack whose sequence contains the captions, text (S, L, D). keys: (S, L) bool, True for
-        the captions' tokens that are in the sequence; (S, 0) if all tokens are. If captions have unequal lengths, this
-        method waits for the device."""
+        """Return the layout of a pack with captions in the sequence. text: (S, L, D), the captions' tokens. keys: (S,
+        L) bool, True for tokens that are in the sequence; (S, 0) for all. If ``keys`` is not empty, this method waits
+        for the device."""
         spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
         count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
         own = keys.sum(1) if keys.shape[1] else None
@@ -552,12 +548,12 @@ class PublicDiT(DiT):
 
 @dataclass(frozen=True, eq=False)
 class JointPack:
-    """The layout of a pack whose sequence contains a caption for each sample."""
+    """The layout of a pack with each sample's caption in the sequence."""
 
     grid: TokenGrid  # grid of all tokens
     alone: TokenGrid  # grid of the media tokens alone
-    filled: Interleaved | None  # how media tokens and the learned tokens that pad them alternate; None without padding
-    padded: Interleaved | None  # how captions and their padding alternate; None without padding
+    filled: Interleaved | None  # order of media tokens and their learned padding; None without padding
+    padded: Interleaved | None  # order of captions and their padding; None without padding
     sample_of_row: Tensor  # (n,) the sample of each media token
 
     def without_padding(self, text: Tensor) -> Tensor:
@@ -566,15 +562,15 @@ class JointPack:
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:
-    """Return a caption's tokens and their mask from a context, from a list of contexts, or from an object with a method
-    ``of`` that returns the context of a slice."""
+    """Return a caption's tokens and mask from a context, a list of contexts, or an object with a method ``of`` that
+    returns a slice's context."""
     if isinstance(context, list):
         context = context[0]
     return context if isinstance(context, tuple) else context.of(slice(0, 1))
 
 
 def _parts_of(modules: Any) -> Iterable[Any]:
-    """Return the modules of a ``ModuleList``, or an empty sequence if another pipeline stage has the list."""
+    """Return the modules of a ``ModuleList``, or () if another pipeline stage has the list."""
     return modules if isinstance(modules, nn.ModuleList) else ()
 
 

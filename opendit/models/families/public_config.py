@@ -29,7 +29,7 @@ from opendit.models.plan import (
 
 
 def published(values: Mapping[str, Any]) -> str:
-    """Convert the values of a ``config.json`` to the string that a :class:`PublicConfig` stores."""
+    """Convert a ``config.json``'s values to the string that a :class:`PublicConfig` stores."""
     return json.dumps(dict(values), sort_keys=True)
 
 
@@ -51,9 +51,9 @@ def family_of(name: str) -> Family:
 
 @dataclass(frozen=True)
 class PublicConfig(DiTConfig):
-    """The configuration of a public model. published: values of ``config.json``, as JSON. index: relevant settings of
-    ``model_index.json``, and "expert" if one of two networks is selected, as JSON. Use :func:`public_config`, because
-    fields such as hidden_size must match the published values."""
+    """The configuration of a public model. published: values of ``config.json``, as JSON. index: settings of
+    ``model_index.json``, and "expert" if one of two networks is selected, as JSON. Create it with
+    :func:`public_config`, because fields such as hidden_size must match the published values."""
 
     kind: ClassVar[str] = "public"
     plain_projections: ClassVar[bool] = False
@@ -68,8 +68,7 @@ class PublicConfig(DiTConfig):
 
     @property
     def expert(self) -> str | None:
-        """The selected network of a model with two networks, "high" or "low". None if both are selected, and for models
-        with one network."""
+        """"high" or "low" if one of two networks is selected; otherwise None."""
         return json.loads(self.index).get("expert")
 
     @property
@@ -79,7 +78,7 @@ class PublicConfig(DiTConfig):
 
     @property
     def index_of_both(self) -> str:
-        """``index`` without the key that selects one of two networks."""
+        """``index`` without the selection of one of two networks."""
         return published({key: value for key, value in json.loads(self.index).items() if key != "expert"})
 
     @property
@@ -127,8 +126,8 @@ class PublicConfig(DiTConfig):
         if recompute not in ("none", BUT_ATTENTION) and not self.recompute:
             fix = f"use {BUT_ATTENTION} or --grad_checkpoint"
             raise ValueError(f"--recompute {recompute}: does not work with {self.family} models; {fix}")
-        # The inherited check of FP8 requires all biases. Public models need a bias only before GELU, which ``float8``
-        # checks. So skip the inherited check if ``float8`` is True.
+        # The inherited check of FP8 requires all biases, but public models need them only before GELU. ``float8``
+        # checks those, so skip the inherited check if it is True.
         super().check_speed(fp8 and not self.float8, recompute)
 
     @property
@@ -206,8 +205,8 @@ def public_config(
     index: Mapping[str, Any] | None = None,
 ) -> PublicConfig:
     """Return the configuration of a public model from the values of ``config.json`` and ``model_index.json`` (with
-    "expert", "high" or "low", to select one of two networks). Size of the latents and number of a caption's tokens are
-    the family's defaults unless given. Raises ValueError if the values do not belong to this family."""
+    "expert", "high" or "low", to select one of two networks). input_size, max_tokens: None for the family's defaults.
+    Raises ValueError if the values do not belong to this family."""
     about, text = family_of(family), published(values)
     spec, variant = _spec_of(family, text), about.variant(index)
     kept = () if variant is None else (variant.setting, "expert")
@@ -244,8 +243,8 @@ def public_config(
 
 
 def embedded_guidance(config: DiTConfig, scale: float | None = None) -> float | None:
-    """Return the scale of guidance for a network with the scale as an input: ``scale``, or the family's default if
-    ``scale`` is None. Return None for networks without this input."""
+    """Return the guidance scale for a network with the scale as an input: ``scale``, or the family's default if
+    ``scale`` is None. Return None for other networks."""
     if not isinstance(config, PublicConfig) or not config.spec.guidance:
         return None
     return family_of(config.family).guidance.scale if scale is None else scale
@@ -276,8 +275,8 @@ def rules(config: PublicConfig) -> dict[str, Rule]:
 
 
 def _modulation(name: str, number: int, low_rank: bool) -> dict[str, Rule]:
-    """Return the rules of the modulation module ``name``, whose first linear layer is its submodule ``number``.
-    low_rank: True if the modulation is a product of two matrices."""
+    """Return the rules of the modulation module ``name``. number: index of the module's first linear layer. low_rank:
+    True if the modulation is a product of two matrices."""
     first = {f"{name}.{number}.weight": Replicated()} if low_rank else {}
     return first | linear(f"{name}.{number + low_rank}", Column(gathered=True))
 
@@ -303,7 +302,7 @@ def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
 
 
 def projections(config: PublicConfig) -> dict[str, tuple[str, ...]]:
-    """Return the operations that use each linear layer of the blocks and the refiners; see ``Plan.projections``."""
+    """Map linear layers of blocks and refiners to the operations that use them; see ``Plan.projections``."""
     spec, found = config.spec, {}
     for stack in spec.stacks:
         for stream in stack.block.streams or ("",):
@@ -317,7 +316,7 @@ def _block_projections(name: str, spec: BlockSpec) -> dict[str, tuple[str, ...]]
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     last = ("linear",) if spec.source == "none" else ("linear_gate_residual", f"linear_gate_residual_{norm}_modulate")
     found = {
-        # If query heads share keys and values, torch computes the qkv projection, and no operation uses it.
+        # If query heads share keys and values, torch computes the qkv projection.
         **({f"{name}.attn.qkv": ("linear_heads",)} if spec.kv_heads is None else {}),
         f"{name}.attn.proj": last,
         f"{name}.mlp.fc1": ("linear_gelu" if spec.mlp == "gelu" else "linear",),
@@ -337,8 +336,7 @@ def divisible(config: PublicConfig) -> dict[str, dict[str, int]]:
 
 
 def stages(spec: NetworkSpec) -> StageCuts:
-    """Return the points at which a pipeline may divide the network. If captions are in the sequence, only the first
-    stage embeds them."""
+    """Return the network's stage cuts. If captions are in the sequence, only the first stage embeds them."""
     captions = ("text_embedder", "text_refiner", "picture_embedder")
     first = ("x_embedder", "media_refiner")
     every = ("t_embedder", "guidance_embedder", "pooled_embedder", "shared_modulation")
@@ -353,7 +351,7 @@ PICTURE_TOKENS = 257  # number of tokens of CLIP's vision encoder, ViT-H/14 at 2
 
 
 def _lengths(config: PublicConfig) -> tuple[int, int]:
-    """Return the numbers of tokens of a sample's media and of its caption, including learned padding."""
+    """Return a sample's number of media tokens and of caption tokens, including learned padding."""
     spec, text = config.spec, config.text
     assert text is not None
     media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
@@ -370,8 +368,8 @@ def _streams(config: PublicConfig, block: BlockSpec) -> int:
 
 
 def _weights(block: BlockSpec) -> tuple[int, int, int]:
-    """Return the numbers of weights by which a token is multiplied in self-attention, in the MLP, and in
-    cross-attention. The last number excludes the projection to keys and values."""
+    """Return the numbers of weights in self-attention, in the MLP, and in cross-attention (without the projection to
+    keys and values)."""
     d, shared = block.width, (block.kv_heads or block.heads) * block.width // block.heads
     across = any(branch.sees == "caption" for branch in block.branches)
     return 2 * d * (d + shared), (1 + MLPS[block.mlp].branches) * d * block.mlp_hidden, 2 * d * d * across
@@ -402,8 +400,8 @@ def _stack_flops(config: PublicConfig) -> tuple[int, int]:
 
 
 def _first(config: PublicConfig) -> int:
-    """Return the FLOPs of the first stage: patch embedding, refiners, and the embedding of captions that are in the
-    sequence."""
+    """Return the FLOPs of the first stage: patch embedding, refiners, and, if captions are in the sequence, their
+    embedding."""
     spec, (media, text) = config.spec, _lengths(config)
     total = 2 * config.tokens * (spec.channels + spec.given + spec.zeros) * math.prod(spec.patch) * spec.block.width
     for refiner, tokens in ((spec.media_refiner, media), (spec.text_refiner, text)):
@@ -422,7 +420,7 @@ def _captions(config: PublicConfig) -> int:
 
 
 def _every(config: PublicConfig) -> int:
-    """Return the FLOPs of the condition (time, guidance, pooled vector) and of the modulation that blocks share."""
+    """Return the FLOPs of the condition (time, guidance, pooled vector) and of the blocks' shared modulation."""
     spec = config.spec
     width = spec.time_width or spec.block.width
     hidden = spec.time_hidden or width
@@ -449,9 +447,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     A block keeps x, each branch's modulated norm, q, k and v before and after norm and rotation, attention's output,
     fc1's output and activation, and the branches' outputs. Without fusion, it also keeps normalised outputs and the
     tensors between norm and modulation and between norm and rotation. With two streams, it also keeps the joined q, k
-    and v. In FP8, inputs of linear layers take half the memory, and weights are kept in FP8. Attention's output is then
-    kept in FP8 in addition to the tensors that the attention kernel keeps. Only gradients of gates, and of norms after
-    a branch, need the outputs of the two modulated branches."""
+    and v. In FP8, inputs of linear layers take half the memory, but weights and attention's output are also kept in
+    FP8. Branch outputs are needed only for gradients of gates and of norms after a branch."""
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1

@@ -72,7 +72,7 @@ AROUND = {
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "final_layer.linear": "proj_out",
 }
-# The only caption layers of the last block, which does not update the caption's tokens.
+# The last block does not update the caption's tokens and has only these caption layers.
 READ = ("attn.qkv", "adaLN_modulation.1")
 
 
@@ -90,8 +90,8 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     return tuple(found)
 
 
-# Stability AI's names. The caption's modulation is missing, because the order of its halves differs between the last
-# block and the other blocks.
+# Stability AI's names. The caption's modulation is missing, because only the last block stores its halves in another
+# order.
 ORIGINAL = {
     "x_embedder.proj": "pos_embed.proj",
     "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
