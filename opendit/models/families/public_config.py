@@ -68,7 +68,7 @@ class PublicConfig(DiTConfig):
 
     @property
     def expert(self) -> str | None:
-        """"high" or "low" if one of two networks is selected; otherwise None."""
+        """The selected network, "high" or "low"; None if the model has one network, or for both."""
         return json.loads(self.index).get("expert")
 
     @property
