@@ -19,12 +19,12 @@ from opendit.models.families.base import Guidance
 
 
 def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
-    """Convert the guidance scale of a family's pipeline in diffusers (None: the family's default) to the scale of
-    :func:`cfg_model`, where 1.0 is no guidance.
+    """Convert a guidance scale of diffusers' pipeline (None: the family's default) to the scale of :func:`cfg_model`,
+    where 1.0 means no guidance.
 
-    ``guidance.formula`` decides. "uncond" keeps the scale, but at least 1, because these pipelines guide only above 1.
-    "cond" adds 1, because cond + g (cond - uncond) equals uncond + (1 + g) (cond - uncond). "embedded" returns 1.0,
-    because the network gets the scale as an input. Raises ValueError for a scale that is negative or not finite.
+    With ``guidance.formula`` "uncond", the scale is kept, but at least 1. With "cond", 1 is added: cond + g (cond -
+    uncond) equals uncond + (1 + g) (cond - uncond). With "embedded", the result is 1.0, because the network gets the
+    scale as an input. Raises ValueError for a scale that is negative or not finite.
     """
     value = guidance.scale if scale is None else scale
     if not 0 <= value < math.inf:
@@ -35,8 +35,9 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
-    """Rescale each "row" (of the last dimension) or "patch" (of 2 x 2 positions) of a guided prediction (B, C, ...) to
-    its norm in the conditional prediction ``cond``. ``parts``: "row", "patch", or "" to return ``guided`` unchanged."""
+    """Give the rows or patches of a guided prediction (B, C, ...) the norms that they have in the conditional
+    prediction ``cond``. parts: "row" (last dimension), "patch" (2 x 2 positions), or "" to return ``guided``
+    unchanged."""
     if parts == "row":
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     if parts == "patch":
@@ -68,8 +69,8 @@ def cfg_model(
         null_y: the null condition, with y's shape or a shape that expands to y's.
         scale: a float, or a tensor (B, 1, ..., 1) with one scale per sample. With a tensor, both halves are always
             evaluated.
-        guided_channels: number of leading channels that are guided; by default x's. Meta's DiT guides 3 of its 4. The
-            other channels, and those of a learned variance, come from the conditional prediction.
+        guided_channels: number of leading channels that are guided; None for x's channels. Meta's DiT guides 3 of 4.
+            Other channels, and a learned variance, come from the conditional prediction.
         rescaled: see :func:`rescale_to`.
 
     Raises ValueError if null_y doesn't expand to y. The returned model raises ValueError if shapes don't fit.
@@ -97,8 +98,8 @@ def cfg_model(
     return guided
 
 
-# Users round noise levels to about three digits, such as 157 for the 157.4 of DDPM's noisiest timestep. So levels that
-# differ by less than this fraction count as equal. Neighbouring levels of 1,000 timesteps differ by at least 0.5 %.
+# Levels that differ by less than this fraction count as equal, because users round them, such as 157.4 (DDPM's noisiest
+# timestep) to 157. Neighbouring levels of 1,000 timesteps differ by at least 0.5 %.
 SAME_LEVEL = 0.003
 
 
@@ -109,14 +110,12 @@ def is_within(interval: tuple[float, float], level: float) -> bool:
 
 @dataclass(frozen=True)
 class GuidedWithin:
-    """A model of (x, t) that calls ``guided`` at noise levels low <= sigma <= high, and elsewhere ``conditional``,
-    which saves the unconditional half of the batch ([I]). A level within 0.3 % of a bound counts as equal to it. Raises
-    ValueError unless 0 <= low < high.
+    """A model of (x, t) that calls ``guided`` at noise levels low <= sigma <= high, and ``conditional`` elsewhere
+    ([I]). A level within 0.3 % of a bound counts as equal to the bound. Raises ValueError unless 0 <= low < high.
 
-    Samplers choose the model once per step, by the noise level at the step's start, as [I]'s code does. So both
-    evaluations of a Heun step are guided, or none. A direct call computes the level with ``noise_level``, which maps
-    the network's time (B,) to sigma (B,). All samples must then have the same noise level. [I] excludes the bound low.
-    Here it is included, so that low = 0 includes the trajectory's end.
+    Samplers choose the model once per step, by the noise level at the step's start, as [I]'s code does. In a direct
+    call, ``noise_level`` maps the network's time (B,) to sigma (B,), and all samples must have one noise level. Unlike
+    in [I], the bound low is included, so that low = 0 includes the trajectory's end.
     """
 
     interval: tuple[float, float]

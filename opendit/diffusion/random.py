@@ -1,11 +1,10 @@
 """Counter-based random numbers keyed by the sample, not by the process.
 
-Every number that training or sampling draws for a sample is a pure function of ``(seed, step, index of the sample in
-the global batch, stream)``. So ranks that share a sample agree without communication, and ranks with different samples
-draw independent numbers. A run resumes exactly without stored generator states, on any number of GPUs.
+A sample's random numbers are a pure function of ``(seed, step, index in the global batch, stream)``. So ranks that
+share a sample agree without communication, and a run resumes exactly on any number of GPUs.
 
-The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It is written
-in torch's int64 arithmetic and, where kernels are available, as one kernel. CPU and GPU give the same bits.
+The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It runs in
+torch's int64 arithmetic, or as one kernel if available. CPU and GPU give equal bits.
 """
 
 import math
@@ -54,7 +53,7 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
-        # int64 products wrap modulo 2^64, so their bits equal those of the unsigned product.
+        # int64 products wrap modulo 2^64, so they have the bits of unsigned products.
         p0, p1 = c0 * _MUL[0], c2 * _MUL[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -121,18 +120,18 @@ def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> 
 
 
 def keyed_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
-    """Return a ``noise_fn`` whose noise for a sample in step k depends only on ``seed``, k and the sample's index."""
+    """Return a ``noise_fn``. A sample's noise in step k depends only on ``seed``, k and the sample's index."""
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)
 
 
-# Fraction of clips without conditioning frames in the modes "first" and "prefix:K", so that the model also learns this.
+# Fraction of clips without conditioning frames in the modes "first" and "prefix:K".
 WITHOUT = 0.1
 
 
 def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
-    """Map ``u`` (B,), uniform in (0, 1), to the number of conditioning frames of each clip, (B,) int64. Each clip has
-    ``frames`` frames. In mode "random", all numbers from 0 to frames - 1 are equally likely. "first" means 1 and
-    "prefix:K" K, at most frames - 1, or 0 with probability ``WITHOUT``. Pictures are clips of one frame and get 0."""
+    """Map ``u`` (B,), uniform in (0, 1), to each clip's number of conditioning frames, (B,) int64. "random": all
+    numbers from 0 to frames - 1 are equally likely. "first" and "prefix:K": 1 or K, at most frames - 1, but 0 with
+    probability ``WITHOUT``."""
     count = parse_given(mode)
     if count is None:
         return (u * frames).long().clamp(max=frames - 1)
@@ -141,8 +140,7 @@ def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
 
 def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
     """Return a training step's mask and conditioning frames, concatenated along the channels: (B, 1 + C, T, H, W), for
-    clean latents (B, C, T, H, W). The random numbers are keyed by (seed, step, index). Return None if ``mode`` is None,
-    for a model without conditioning frames."""
+    clean latents (B, C, T, H, W). Return None if ``mode`` is None."""
     if mode is None:
         return None
     return give(
@@ -153,7 +151,8 @@ def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step:
 def draw_route(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the result of :func:`draw_kept_tokens`, None from step ``route.until`` on, and of :func:`draw_dropped`."""
+    """Return the results of :func:`draw_kept_tokens` (None from step ``route.until`` on) and of
+    :func:`draw_dropped`."""
     sparse = route is not None and (route.until is None or step < route.until)
     kept = draw_kept_tokens(route if sparse else None, tokens, seed, step, index)
     return kept, draw_dropped(route, 0.0 if route is None else route.drop, seed, step, index)
@@ -162,18 +161,18 @@ def draw_route(
 def draw_kept_tokens(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> Tensor | None:
-    """Draw the tokens of each sample that a training step's routed blocks process: indices (B, route.kept(tokens))
-    int64, ascending. All subsets of this size are equally likely. Return None if the blocks process all tokens."""
+    """Draw each sample's tokens for the route's blocks: indices (B, route.kept(tokens)) int64, ascending. All subsets
+    of this size are equally likely. Return None if the blocks process all tokens."""
     if route is None or tokens is None or route.share == 0:
         return None
     u = uniform(seed, step, index, Stream.ROUTE, (tokens,))
-    order = torch.sort(u, dim=1, stable=True).indices  # a stable sort breaks ties in the same way on every device
+    order = torch.sort(u, dim=1, stable=True).indices  # a stable sort breaks ties equally on every device
     return order[:, : route.kept(tokens)].sort(dim=1).values
 
 
 def draw_dropped(route: TokenRoute | None, share: float, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Draw the samples for which mask tokens replace all tokens after a fused route, (B,) bool. Each sample is drawn
-    with probability ``share``. Return None if there is no route, or it is not fused."""
+    """Draw (B,) bool: True, with probability ``share``, to replace a sample's tokens after a fused route by mask
+    tokens. Return None without a fused route."""
     if route is None or not route.fused:
         return None
     return uniform(seed, step, index, Stream.ROUTE_DROP) < share

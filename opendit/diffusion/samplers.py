@@ -1,7 +1,7 @@
 """Samplers, and the trajectories from noise to data that they follow.
 
-Every objective has a class of trajectories, such as ``DDPMTrajectory``, which defines the meaning of the network's
-output. A sampler works with any trajectory that defines the method ``Sampler.needs``, such as ``denoise`` or ``slope``.
+An objective's trajectory, such as ``DDPMTrajectory``, defines the meaning of the network's output. A sampler works with
+any trajectory that defines the method ``Sampler.needs``, such as ``denoise`` or ``slope``.
 
 To add a sampler, write a subclass of :class:`Sampler` here, give it a name in :data:`SAMPLERS`, and add the name to
 ``ALL_SAMPLERS`` in opendit/config/names.py.
@@ -28,7 +28,7 @@ Model = Callable[[Tensor, Tensor], Tensor]
 
 
 class LinearForm(NamedTuple):
-    """A weighted sum of two tensors, with weight ``x`` for the state x and weight ``output`` for the model's output."""
+    """The weights of a sum: ``x`` for the state x, and ``output`` for the model's output."""
 
     x: float
     output: float
@@ -37,7 +37,7 @@ class LinearForm(NamedTuple):
 class Trajectory(ABC):
     """A path from noise to data, with points 0 (noise) to ``steps`` (data). Step k leads from point k to point k + 1.
     At point k, x is alpha x_0 + alpha levels[k] noise, where alpha is ``alphas[k]``. A model is called as ``model(x,
-    t)``, with x (B, C, ...) and t (B,), the time in the unit of the objective's network."""
+    t)``, with x (B, C, ...) and the network's time t (B,)."""
 
     # (steps + 1,), or (steps,) if the last point is never evaluated; the unit depends on the class
     times: Sequence[float]
@@ -54,8 +54,8 @@ class Trajectory(ABC):
 
     @abstractmethod
     def points(self, x: Tensor) -> Tensor:
-        """Return a tensor (steps or steps + 1, B). Row k is the value that ``denoise`` and ``slope`` take as ``point``
-        at point k, once per sample: a timestep's index, a noise level or the network's time, depending on the class."""
+        """Return a tensor (steps or steps + 1, B). Row k is the argument ``point`` of ``denoise`` and ``slope`` at
+        point k: timestep indices, noise levels or network times, depending on the class."""
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype. ``point``: (B,), a row of
@@ -63,7 +63,7 @@ class Trajectory(ABC):
         raise NotImplementedError
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        """Return dx/dtime of the probability-flow ODE, in the unit of ``times``. Arguments are those of ``denoise``."""
+        """Return dx/dtime of the probability-flow ODE, in the unit of ``times``. Arguments: see :meth:`denoise`."""
         raise NotImplementedError
 
     def has_slope(self, k: int) -> bool:
@@ -98,8 +98,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Split a model's output for ``x`` (B, C, ...) into the prediction, in x's shape, and the variance output v; None
-    without learned variance. Raises ValueError if the output has neither x's shape nor x's shape with 2C channels."""
+    """Split a model's output for ``x`` (B, C, ...) into the prediction, in x's shape, and the variance output v, or
+    None without learned variance. Raises ValueError for an output of another shape."""
     channels = x.shape[1]
     if output.shape == x.shape:
         return output, None
@@ -112,9 +112,8 @@ def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def for_step(model: Model, level: float) -> Model:
-    """Return the model for all evaluations of the step that starts at noise level ``level`` (sigma):
-    ``model.at_level(level)`` if it has this method (see ``opendit.diffusion.guidance.GuidedWithin``), otherwise
-    ``model``."""
+    """Return the model for a step from noise level ``level`` (sigma): ``model.at_level(level)`` if the method exists
+    (see ``opendit.diffusion.guidance.GuidedWithin``), otherwise ``model``."""
     choose = getattr(model, "at_level", None)
     return model if choose is None else choose(level)
 
@@ -133,10 +132,9 @@ class StepWeights(NamedTuple):
 
     The order of weights is: the state's fields, the model's outputs in this step's evaluations, the noise.
 
-    inputs: for each evaluation of the model, the weights of the state's fields and of the earlier outputs in the
-    model's input. after: for each field of the next state, the weights of all terms. noise: False if the step adds no
-    noise; its weight is then omitted. variance: for a model with variance output v, (p, q), where exp(p + q v) is the
-    noise's weight in x.
+    inputs: for each evaluation of the model, the weights of the state's fields and of earlier outputs. after: for each
+    field of the next state, the weights of all terms. noise: False if the step adds no noise and has no weight for it.
+    variance: (p, q) for a model with variance output v; the noise's weight in x is exp(p + q v).
     """
 
     inputs: tuple[tuple[float, ...], ...]
@@ -153,10 +151,10 @@ class Sampler(ABC):
             state = sampler.step(state, i)
         samples = state.x
 
-    ``step`` calls ``advance(model, state, inputs)``. Besides the state, two arguments change from step to step. The
-    model (``model_at``) changes if guidance is limited to an interval of noise levels. ``inputs`` are noise and rows of
-    precomputed tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph. One graph
-    serves all steps with the same model whose inputs are None in the same fields. The caller must disable gradients.
+    ``step`` calls ``advance(model, state, inputs)``. The model may change between steps if guidance is limited to an
+    interval of noise levels (``model_at``). ``inputs`` are noise and rows of precomputed tables. ``advance`` never
+    reads a tensor on the host, so a CUDA graph can record it. A graph serves all steps with one model and with None in
+    the same inputs. The caller must disable gradients.
 
     ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
     """
@@ -225,7 +223,8 @@ class EulerInputs(NamedTuple):
 
 
 class SlopeSampler(Sampler):
-    """Base class of samplers for dx/dtime = slope(x, time). A step moves x along one slope, which subclasses choose."""
+    """Base class of samplers for dx/dtime = slope(x, time). A step moves x along one slope; subclasses choose the
+    slope."""
 
     needs = "slope"
 
@@ -262,9 +261,9 @@ class EulerSampler(SlopeSampler):
 
 
 class HeunSampler(SlopeSampler):
-    """Heun's method, [K] Algorithm 1: move x along the mean of the slopes at the step's start and at the end of Euler's
-    step. The method is deterministic and of second order, with two evaluations per step. A step whose end has no slope,
-    such as EDM's sigma = 0, evaluates the model only once."""
+    """Heun's method, [K] Algorithm 1: move x along the mean of two slopes, at the step's start and at the end of
+    Euler's step. The method is deterministic and of second order, with two evaluations per step. If the step's end has
+    no slope (EDM's sigma = 0), the step is Euler's."""
 
     def inputs(self, i: int) -> EulerInputs:
         end = self.points[i + 1] if self.trajectory.has_slope(i + 1) else None
@@ -357,7 +356,7 @@ class DDPMInputs(NamedTuple):
 
 class DDPMSampler(Sampler):
     """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean in the form of eq. 7. The variance
-    is the model's if it has one ([N] eq. 15), else the posterior's beta-tilde. Raises ValueError without
+    is the model's learned variance ([N] eq. 15), or else the posterior's beta-tilde. Raises ValueError without
     ``noise_fn``."""
 
     needs = "predict"
@@ -411,16 +410,16 @@ class DPMSolverInputs(NamedTuple):
     alpha: Tensor | None  # (); None if alpha is 1 at all points
     keep: Tensor  # (): weight of x
     move: Tensor  # (): weight of the extrapolated x_0
-    # (): weight with which the change of the predicted x_0 since the last step is added to the predicted x_0
+    # (): weight for the change of the predicted x_0 since the previous step
     extrapolate: Tensor
 
 
 class DPMSolver2M(Sampler):
     """DPM-Solver++(2M), [D] Algorithm 2: deterministic, of second order, with one evaluation per step.
 
-    The state is x divided by alpha, x_0 + level * noise, where level = sigma / alpha. The paper's e^-h is then the
-    ratio of the levels at a step's end and start. With few steps, the schedule must be evenly spaced in log(sigma /
-    alpha). With 20 steps of a schedule from ``DDPM.respaced``, the result is less accurate than DDIM's.
+    The state is x / alpha = x_0 + level * noise, with level = sigma / alpha. The paper's e^-h is then the level at the
+    step's end divided by the level at its start. With few steps, the schedule must be evenly spaced in log(sigma /
+    alpha).
     """
 
     needs = "denoise"
@@ -431,8 +430,8 @@ class DPMSolver2M(Sampler):
         sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             self._keep.append(after / sigma)
-            # Don't extrapolate in the first step, which has no previous prediction, or in a step to noise level 0,
-            # where log sigma is -inf.
+            # Don't extrapolate in the first step (no previous prediction) or in a step to noise level 0 (log sigma is
+            # -inf).
             ends = k == 0 or after == 0
             self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)
@@ -473,13 +472,13 @@ HIGHEST_LEVEL = 1e6
 class UniPCState(NamedTuple):
     """State of UniPC between two steps."""
 
-    x: Tensor  # (B, C, ...) the predicted x before correction, which is the network's input
+    x: Tensor  # (B, C, ...) the predicted x before correction (the network's input)
     before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
     earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros in the first two steps
 
 
 class UniPCInputs(NamedTuple):
-    """Inputs of a UniPC step besides its state. The last four are the weights of the terms of the next x."""
+    """Inputs of a UniPC step besides its state. The last four are weights in the sum for the next x."""
 
     point: Tensor  # (B,)
     time: Tensor  # (): time at the start of the step
@@ -492,12 +491,11 @@ class UniPCInputs(NamedTuple):
 class UniPCSampler(Sampler):
     """Deterministic UniPC of order 2 with B(h) = e^h - 1 on predictions of x_0, for x = x_0 + time * slope.
 
-    Step k evaluates the network once, at the predicted x_k, corrects x_k with the result (UniC-2), and predicts x_k+1
-    from the corrected x_k (UniP-2). The first step and the last one are of order 1: the first has no predecessor, and
-    the last leads to lambda = inf. This is diffusers' ``UniPCMultistepScheduler`` with ``solver_type`` bh2.
+    Step k evaluates the network once, at the predicted x_k. With the result it corrects x_k (UniC-2), and from the
+    corrected x_k it predicts x_k+1 (UniP-2). The first step (no predecessor) and the last step (to lambda = inf) are of
+    order 1. This is diffusers' ``UniPCMultistepScheduler`` with ``solver_type`` bh2.
 
-    Let m_k be the x_0 predicted in step k. The predicted and the corrected x_k integrate over the interval from k - 1
-    to k, approximately with differences of m ([U] Section 3, in its form for predictions of x_0):
+    Let m_k be the x_0 predicted in step k. Then ([U] Section 3, in the form for predictions of x_0):
 
         predicted_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + 1/2 D_k-2)
         corrected_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + rho_0 D_k-2 + rho_1 (m_k - m_k-1))
@@ -525,7 +523,7 @@ class UniPCSampler(Sampler):
         return keep, now + keep * corrections[0], before + keep * corrections[1], keep * corrections[2]
 
     def _predictor(self, k: int) -> tuple[float, float]:
-        """Return the weights of m_k and m_k-1 in predicted_k+1, whose remaining term is a multiple of corrected_k."""
+        """Return the weights of m_k and m_k-1 in predicted_k+1. The remaining term is a multiple of corrected_k."""
         scale = self._scale(k)
         if self._order(k) == 1:
             return scale, 0.0
@@ -552,7 +550,7 @@ class UniPCSampler(Sampler):
         return 1 if k in (0, self.steps - 1) else 2
 
     def _scale(self, k: int) -> float:
-        """Return -alpha (e^-h - 1) of the interval from k to k + 1; e^-h is the ratio of its levels."""
+        """Return -alpha (e^-h - 1) for the interval from k to k + 1. e^-h is the ratio of the levels."""
         levels = self.trajectory.levels
         return self.trajectory.alphas[k + 1] * (1 - levels[k + 1] / levels[k])
 
@@ -613,8 +611,8 @@ def sample(
     """Sample data with sampler ``name``, starting from x at point 0 of the trajectory, and return the final x.
 
     Args:
-        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). It returns the
-            prediction for which the objective trains it, in any dtype.
+        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). The model returns the
+            objective's prediction, in any dtype.
         x: (B, C, ...), the result of ``Trajectory.start``. The final x has this shape, in float32, or float64 if x is
             float64.
         noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ..., (B, C, ...).

@@ -1,8 +1,8 @@
-"""All objectives by name. Training creates one from flags. Sampling restores it from the output of ``to_dict``.
+"""All objectives by name. Training creates an objective from flags; sampling restores it from ``to_dict``'s output.
 
-To add an objective, write ``NAME.py`` here with its formulas, a ``Trajectory``, and a subclass of ``Objective`` that is
-assigned to ``OBJECTIVE``. Then describe it in opendit/config/names.py, from which its flags are generated. Samplers
-need no change: each works with any trajectory that defines the method it needs.
+To add an objective, write ``NAME.py`` here with a ``Trajectory`` and a subclass of ``Objective``, and assign the
+subclass to ``OBJECTIVE``. Then describe the objective in opendit/config/names.py; flags are generated from the
+description. Samplers need no change.
 """
 
 from dataclasses import fields
@@ -34,9 +34,8 @@ def objective_from_flags(flags: Any) -> Objective:
 
 
 def objective_from_dict(values: dict[str, Any] | None) -> Objective:
-    """Return the objective from the output of ``to_dict``. For None (weights that record no objective), return that of
-    the DiT paper. Raises ValueError for an objective or setting that this version does not know, or a value out of
-    range."""
+    """Return the objective from the output of ``to_dict``. None means the DiT paper's objective. Raises ValueError for
+    an unknown objective or setting, or a value out of range."""
     values = dict(values or {"name": DDPMObjective.name})
     name = values.pop("name")
     if name not in OBJECTIVES:

@@ -16,11 +16,11 @@ from opendit.diffusion.samplers import SAMPLERS, LinearForm, Model, Trajectory, 
 
 
 class Prepared(NamedTuple):
-    """A micro-batch prepared for the network. All its tensors have the batch as first dimension, so it can be split,
-    sent to another pipeline stage, and recorded in a CUDA graph.
+    """A micro-batch prepared for the network. The first dimension of all tensors is the batch, so a micro-batch can be
+    split.
 
     x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), or (B, 2) for MeanFlow, the network's time.
-    context: further inputs of the loss, a NamedTuple of tensors (B, ...) that the objective defines.
+    context: further inputs of the loss, an objective's NamedTuple of tensors (B, ...).
     """
 
     x_t: Tensor
@@ -36,21 +36,21 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """A training objective: the prediction that a model learns, its loss, and the trajectory that samplers follow.
-    ``name`` is the name of the objective's file, ``preview_sampler`` the sampler of previews with few steps. With
-    ``learn_sigma``, the network also predicts a variance, in C additional channels."""
+    """A training objective: what a network predicts, the loss, and the trajectory that samplers follow. name: name of
+    the objective's file. preview_sampler: sampler for previews with few steps. learn_sigma: True if the network also
+    predicts a variance, in C additional channels."""
 
     name: ClassVar[str]
     preview_sampler: ClassVar[str]
     learn_sigma: ClassVar[bool]
 
     def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
-        """Draw the times (B,) of a training step's samples, whose indices in the global batch are ``index`` (B,).
-        tokens: number of tokens of each sample, for objectives that depend on it (:meth:`for_tokens`)."""
+        """Draw the times (B,) of a training step's samples. index: (B,), the samples' indices in the global batch.
+        tokens: each sample's token count, for objectives that depend on it (:meth:`for_tokens`)."""
         return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
 
     def for_tokens(self, tokens: int) -> "Objective":
-        """Return the objective for samples of ``tokens`` tokens: this one, unless it depends on their number."""
+        """Return the objective for samples of ``tokens`` tokens. Most objectives return self."""
         return self
 
     @abstractmethod
@@ -59,14 +59,14 @@ class Objective(ABC):
 
     @abstractmethod
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return the network's input and all further inputs of ``loss`` for data x0 (B, C, ...), times t (B,) and
-        standard normal noise of x0's shape. Raises ValueError if the shapes don't match."""
+        """Return the inputs of network and loss for data x0 (B, C, ...), times t (B,) and standard normal noise of x0's
+        shape. Raises ValueError if the shapes don't match."""
 
     asks_network: ClassVar[bool] = False  # True if ``complete`` calls the network
 
     def complete(self, prepared: Prepared, network: Any) -> Prepared:
-        """Return ``prepared`` with the loss's final target, for an objective whose target needs the network (see
-        ``opendit.diffusion.objectives.meanflow.Network``). No gradients are computed."""
+        """Return ``prepared`` with the final target, computed by the network if ``asks_network``. No gradients are
+        computed. network: see ``opendit.diffusion.objectives.meanflow.Network``."""
         return prepared
 
     @abstractmethod
@@ -79,17 +79,17 @@ class Objective(ABC):
         alpha), if the objective supports this."""
 
     def network(self, model: Model) -> Model:
-        """Return a model that converts the output of ``model(x, t)`` to the one that the trajectory expects."""
+        """Convert the output of ``model(x, t)`` to the prediction that the trajectory expects; return the new model."""
         return model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the output of ``network(model)`` at point k as a weighted sum of the model's input and output."""
+        """Return the weights of the model's input and output in the output of ``network(model)`` at point k."""
         return LinearForm(0.0, 1.0)
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:
-        """Convert the network's time (B,) to the noise level sigma (B,), the ratio of noise to signal. Unlike times,
-        noise levels are comparable across objectives, numbers of steps and samplers."""
+        """Convert the network's time (B,) to the noise level sigma (B,), the ratio of noise to signal. Noise levels are
+        comparable across objectives."""
 
     def sample(
         self,
@@ -129,7 +129,7 @@ class Objective(ABC):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        """Settings that define what the network's input and output mean. Others weight or select samples."""
+        """Settings that define what the network's input and output mean."""
         return {"objective": self.name}
 
 
@@ -174,7 +174,7 @@ def sample_latents(
             index.
         cfg_interval: range of noise levels (``Objective.noise_level``) in which guidance is applied; None: everywhere.
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
-        forward: called by guidance as ``forward(x, t, y)`` instead of ``model``, such as a parallel wrapper of it.
+        forward: called as ``forward(x, t, y)`` instead of ``model``; for example the model's parallel wrapper.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
     guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels, model.config.rescaled_guidance)

@@ -6,10 +6,10 @@
     [B] Hoogeboom, Heek, Salimans, "simple diffusion", 2023
     [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
 
-The network predicts the noise eps and, in C additional channels, the variance output v, which interpolates the log
-variance of the reverse step between its two bounds ([N]). With v-prediction, the network predicts the velocity of [S]
-instead of eps. ``alphas_cumprod`` is the papers' bar-alpha. The schedule's tables are float64 on the CPU. Methods look
-up values in float32, so results for bf16 and fp16 arguments are float32.
+The network predicts the noise eps. In C additional channels it predicts the variance output v, which interpolates the
+reverse step's log variance between two bounds ([N]). With v-prediction, the velocity of [S] replaces eps.
+``alphas_cumprod`` is the papers' bar-alpha. The schedule's tables are float64 on the CPU, and methods look up values in
+float32.
 """
 
 import functools
@@ -37,9 +37,8 @@ def linear_betas(T: int = 1000) -> Tensor:
 
 
 def space_timesteps(T: int, num_steps: int) -> list[int]:
-    """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, including both ends. Raises ValueError
-    unless 1 <= num_steps <= T. Rounding follows guided-diffusion and Meta's DiT: the stride is added up in float
-    arithmetic, and each sum is rounded to the nearest integer, half to even."""
+    """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, including both ends, rounded as in
+    guided-diffusion and Meta's DiT. Raises ValueError unless 1 <= num_steps <= T."""
     if not 1 <= num_steps <= T:
         raise ValueError(f"the number of sampling steps must be from 1 to {T}, got {num_steps}")
     stride = (T - 1) / (num_steps - 1) if num_steps > 1 else 1.0
@@ -113,16 +112,14 @@ class DDPM:
 
     def respaced_by_noise(self, num_steps: int) -> "DDPM":
         """Return this schedule at ``num_steps`` timesteps, including both ends, spaced as evenly as possible in
-        log(sigma / alpha). DPM-Solver extrapolates in this variable, in which no step may be much longer than the step
-        before it (Lu et al. 2022). The last step of a ``respaced`` schedule is too long. Raises ValueError unless 1 <=
-        num_steps <= n."""
+        log(sigma / alpha). DPM-Solver needs this: in this variable, no step may be much longer than the one before (Lu
+        et al. 2022). Raises ValueError unless 1 <= num_steps <= n."""
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
         logs = torch.logit(self.alphas_cumprod)
         even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
         nearest = (even[:, None] - logs).abs().argmin(1)
-        # Near the data, timesteps are further apart than the evenly spaced values, several of which may round to one
-        # timestep. Move duplicates to the next timesteps, so that no timestep is used twice.
+        # Near the data, several evenly spaced values may round to one timestep. Move duplicates to the next timesteps.
         order = torch.arange(num_steps, device="cpu")
         distinct = (nearest - order).cummax(0).values + order
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
@@ -132,12 +129,12 @@ class DDPM:
 
     @staticmethod
     def _with(alphas_cumprod: Tensor, timestep_map: Tensor) -> "DDPM":
-        """Return the schedule with these ``alphas_cumprod``; its betas follow from [N] eq. 19."""
+        """Return the schedule with these ``alphas_cumprod``, and betas from [N] eq. 19."""
         previous = torch.cat((torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]))
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
-        """Return name -> table on ``device``. Tables are copied only once, so no training step waits for a copy."""
+        """Return name -> table on ``device``. Tables are copied only once."""
         if device not in self._on_device:
             ac = self.alphas_cumprod
             tables = {
@@ -151,7 +148,7 @@ class DDPM:
                 "max_log_var": self.betas.log(),
                 "snr": ac / (1 - ac),
             }
-            # A table created in inference mode would be an inference tensor, which autograd can't save for backward.
+            # Autograd can't save inference tensors for backward, so leave inference mode.
             with torch.inference_mode(False):
                 self._on_device[device] = {k: v.to(device, torch.float32) for k, v in tables.items()}
                 self._on_device[device]["timestep_map"] = self.timestep_map.to(device)
@@ -164,7 +161,7 @@ class DDPM:
         return self.tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
 
     def model_timesteps(self, t: Tensor) -> Tensor:
-        """Return the full schedule's timesteps at ``t``, (B,) int64, which are the network's time."""
+        """Return the network's time (B,) int64 at ``t``: timesteps of the full schedule."""
         return self.tables(t.device)["timestep_map"][t]
 
     def q_sample(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
@@ -197,8 +194,8 @@ class DDPM:
         return mean, self._at("min_log_var", t, xt)
 
     def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
-        """Return the log variance for a model's variance output ``v``, in v's shape, [N] eq. 15. v = -1 means the log
-        of beta-tilde, and v = 1 the log of beta."""
+        """Return the log variance for a variance output ``v`` ([N] eq. 15), in the shape of ``v``: log beta-tilde for v
+        = -1, log beta for v = 1."""
         frac = (v + 1) / 2
         return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
 
@@ -207,9 +204,9 @@ class DDPM:
 
 
 class DDPMTrajectory(Trajectory):
-    """The trajectory over the timesteps of ``schedule``, which may have only some of the training timesteps. A
-    ``point`` (B,) int64 indexes the schedule. The model gets training timesteps, (B,) int64, and returns eps (B, C,
-    ...), or eps and the variance output (B, 2C, ...). ``clip_denoised``: clip x_0 to [-1, 1], for pixels."""
+    """The trajectory over the timesteps of ``schedule``. A ``point`` (B,) int64 is an index in the schedule. The model
+    gets training timesteps, (B,) int64, and returns eps (B, C, ...), or eps and the variance output (B, 2C, ...).
+    ``clip_denoised``: clip x_0 to [-1, 1], for pixels."""
 
     def __init__(self, schedule: DDPM, clip_denoised: bool = False):
         self.schedule, self.clip_denoised = schedule, clip_denoised
@@ -243,8 +240,8 @@ class DDPMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EpsModel:
-    """A model of eps that calls ``model``, a model of the velocity, and returns eps in float32 at least. Channels with
-    a variance output are passed on. ``schedule`` is the full schedule, whose indices are the network's timesteps."""
+    """Convert ``model``, which predicts the velocity, to a model of eps in float32 at least. A variance output is
+    passed on. schedule: the full schedule."""
 
     model: Model
     schedule: DDPM
@@ -288,9 +285,9 @@ def training_loss(
     the hybrid loss ([N] eq. 16). prediction: "v" if the model predicts the velocity instead of eps. min_snr: gamma of
     ``min_snr_weight``; None for weights of 1.
 
-    In the hybrid loss, the variational bound trains only the variance, because its mean is detached. As in Meta's DiT,
-    the bound is in bits and averaged over dimensions. Its weight is 1, because 1000 times one random term estimates the
-    sum of the bound's 1000 terms, and [N] weights this sum by 0.001.
+    In the hybrid loss, the variational bound trains only the variance, because the mean is detached. As in Meta's DiT,
+    the bound is in bits and averaged over dimensions. The random term at t has weight 1: 1000 (terms) times [N]'s
+    0.001.
     """
     if prediction not in PREDICTIONS:
         raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction}")
@@ -311,8 +308,9 @@ def training_loss(
 
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Return weights (B,) float32 that turn the prediction's squared error into min(SNR, gamma) times that of x_0, [M]
-    sec. 3.4. The error of eps is SNR = alpha^2 / sigma^2 times that of x_0, the error of the velocity SNR + 1 times."""
+    """Return weights (B,) float32 for the prediction's squared error, so that x_0's squared error has the weight
+    min(SNR, gamma) ([M] sec. 3.4). With SNR = alpha^2 / sigma^2, the error of eps is SNR times x_0's error, and the
+    velocity's error SNR + 1 times."""
     snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
@@ -348,13 +346,13 @@ def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance
 
 
 def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Return the negative log of the normal distribution's mass on the bin x +- 1/255 of each element, in nats ([H] eq.
-    13). x, mean, log_variance and the result have one shape. The outermost bins reach to infinity. The bins are those
-    of 8-bit pixels scaled to [-1, 1]. As in Meta's DiT, they are used for latents, too."""
+    """Return -log of the normal distribution's mass on each element's bin x +- 1/255, in nats ([H] eq. 13). x, mean,
+    log_variance and the result have one shape. The outermost bins reach to infinity. As in Meta's DiT, these bins
+    (8-bit pixels scaled to [-1, 1]) also serve for latents."""
     centered = x - mean
     first, last = x < -0.999, x > 0.999
-    # By symmetry, every bin can be evaluated left of the mean, where the two CDFs do not cancel when subtracted. Right
-    # of the mean, float32 would lose all mass beyond 5.5 sigma.
+    # Evaluate every bin left of the mean, by symmetry. Right of the mean, the difference of the CDFs would lose all
+    # mass beyond 5.5 sigma in float32.
     left = torch.where(first, centered, torch.where(last, -centered, -centered.abs()))
     inv_std = torch.exp(-0.5 * log_variance)
     below = torch.where(first | last, 0.0, _normal_cdf(inv_std * (left - 1 / 255)))
@@ -362,8 +360,8 @@ def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
 
 
 def _normal_cdf(z: Tensor) -> Tensor:
-    """Approximate the normal CDF as guided-diffusion does (error < 2e-4), so that losses match those of Meta's DiT. The
-    formula (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps precision in the lower tail."""
+    """Approximate the normal CDF as guided-diffusion does (error < 2e-4), so that losses match Meta's DiT. (1 +
+    tanh(u)) / 2 is written as sigmoid(2u) to keep precision in the lower tail."""
     return torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z**3))
 
 
@@ -373,7 +371,7 @@ def _mean_per_sample(x: Tensor) -> Tensor:
 
 @functools.cache
 def _shifted(shift: float) -> DDPM:
-    """Return the noise schedule with this shift, cached so that its tables are copied to each device only once."""
+    """Return the noise schedule with this shift. The cache keeps the tables on each device."""
     return DDPM.linear(shift=shift)
 
 
@@ -423,7 +421,7 @@ class DDPMObjective(Objective):
         return EpsModel(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return eps as a weighted sum of x and the output: (0, 1), or (sigma, alpha) if the output is the velocity."""
+        """Return the weights of x and of the output in eps: (0, 1), or (sigma, alpha) for v-prediction."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]
@@ -439,7 +437,7 @@ class DDPMObjective(Objective):
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the name and those settings that differ from their defaults, as in older checkpoints."""
+        """Return the name and the settings that differ from their defaults, as in older checkpoints."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
 

@@ -1,11 +1,10 @@
-"""EDM: a denoiser whose network has inputs and targets of unit variance at every noise level.
+"""EDM: a denoiser. Its network has inputs and targets of unit variance at every noise level.
 
     [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models", 2022
 
 x = x_0 + sigma noise, and the denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) ([K] eq. 7 and table 1),
-where F is the network. [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all noise levels of sampling. Timestep
-embeddings are designed for a span of 1000, because their fastest sinusoid has a frequency of 1 radian per unit.
-Therefore the network gets 1000 c_noise, from -1554 to 1095.
+where F is the network. [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all noise levels of sampling, but timestep
+embeddings are designed for a span of 1000. Therefore the network gets 1000 c_noise, from -1554 to 1095.
 """
 
 import math
@@ -58,7 +57,7 @@ def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: 
 
 
 class EDMContext(NamedTuple):
-    """Input of the loss besides x_t and the network's time: the target of F, (B, C, ...), float32 at least."""
+    """Input of the loss besides x_t and the network's time: F's target (B, C, ...), float32 at least."""
 
     target: Tensor
 
@@ -128,9 +127,9 @@ class EDMObjective(Objective):
         return log_normal_sigmas(u, self.mean, self.std)
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F; ``t`` is sigma. The
-        target (x_0 - c_skip x) / c_out ([K] eq. 8) is expanded to c_in (sigma x_0 / sigma_data - sigma_data noise),
-        which avoids cancellation at small sigma."""
+        """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F; ``t`` is sigma. To avoid
+        cancellation at small sigma, the target (x_0 - c_skip x) / c_out ([K] eq. 8) is computed as c_in (sigma x_0 /
+        sigma_data - sigma_data noise)."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(t.shape)} don't fit")
         x0, noise, sigma = at_least_float32(x0), at_least_float32(noise), t

@@ -11,10 +11,9 @@ x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predic
 ([E] eq. 13 and the text below it). The network's time is 1000 t, because timestep embeddings are designed for this
 range.
 
-The loss weights the squared error of the implied x_0 by 1/t^2, whereas eps-prediction weights it by the signal-to-noise
-ratio. At high noise, the former weight is about 1 and the latter close to 0. So flow learns much sooner what the
-high-noise steps determine. In clips, whose frames resemble each other, these steps determine even the subject
-(docs/log/2026-11-21-moving-digits-objective.md).
+The squared error of the implied x_0 has the weight 1/t^2. With eps-prediction, the weight is the signal-to-noise ratio,
+which is close to 0 at high noise. So flow learns much sooner what the high-noise steps determine. In clips, this is
+even the subject (docs/log/2026-11-21-moving-digits-objective.md).
 
 With ``prediction`` "x", the network predicts x_0. x_0 lies near a manifold of few dimensions, whereas velocities fill
 the space. So the network's width may be smaller than the number of values in a patch ([J] sec. 3). The velocity is (x_t
@@ -40,7 +39,7 @@ SETTINGS = DESCRIPTIONS["flow"].settings
 
 PREDICTED = SETTINGS["prediction"].bounds["choices"]
 TIME_SCALE = 1000.0  # the network's time at t = 1
-LEAST_TIME = 0.05  # lower bound of t in the division that turns an error of x_0 into one of the velocity
+LEAST_TIME = 0.05  # lower bound of t in the velocity (x_t - x_0) / t
 EMPIRICAL_STEPS = 50  # default number of steps of FLUX.2's pipelines
 MOST_GROWTH = 50.0  # limit of |ln(shift)| from ``shift_growth``, far beyond practical values
 
@@ -56,7 +55,7 @@ def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
 
 def mode_times(u: Tensor, scale: float = 1.29) -> Tensor:
     """Map uniform u to times by mode sampling ([E] eq. 20). The density peaks in the middle and stays above 0 at both
-    ends. The paper's best ``scale`` is 1.29."""
+    ends."""
     return 1 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
 
 
@@ -64,8 +63,8 @@ TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "
 
 
 def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
-    """Shift times towards the noise; a shift of 1 changes nothing. In [E] eq. 23, ``shift`` is sqrt(m / n), so that the
-    uncertainty about a picture stays the same when its resolution grows from n to m pixels."""
+    """Shift times towards the noise; a shift of 1 changes nothing. In [E] eq. 23, ``shift`` is sqrt(m / n) for pictures
+    that grow from n to m pixels."""
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -82,7 +81,8 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 
 def empirical_shift(tokens: int, steps: int) -> float:
     """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``). For 10 and for 200 steps, ln(shift) is linear
-    in the number of tokens; between them, it is interpolated. Above 4300 tokens, return the value for 200 steps."""
+    in the number of tokens; for other numbers of steps it is interpolated. Above 4300 tokens, the shift for 200 steps
+    is used."""
     most = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return math.exp(most)
@@ -143,8 +143,8 @@ def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the times of diffusers' UniPC for flows, and the network's times, each (``steps`` + 1,) float64.
 
     Times are spaced evenly from 1 to 1/1000 and shifted. The last one is replaced by 0, and the first by 1 - 1e-6, so
-    that lambda = ln((1 - t) / t) is finite. Times are rounded to float32, as in diffusers, because this changes 1 - t
-    of the first time by 1.3 %. The network's times are 1000 t, rounded down to integers.
+    that lambda = ln((1 - t) / t) is finite. Times are rounded to float32, as in diffusers. The network's times are 1000
+    t, rounded down to integers.
     """
     # same order of operations as numpy.linspace, for equal rounding
     t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1
@@ -196,8 +196,8 @@ class FlowTrajectory(Trajectory):
 
 
 class SigmaTrajectory(FlowTrajectory):
-    """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. This x equals (1 + sigma) times the
-    flow's x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), descending, all above 0."""
+    """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. x equals (1 + sigma) times the flow's
+    x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), descending, all above 0."""
 
     def __init__(self, sigmas: Tensor):
         super().__init__(sigmas / (1 + sigmas))
@@ -228,9 +228,9 @@ class FlowObjective(Objective):
         prediction: the network's output: "v" for the velocity, "x" for x_0.
         noise_scale: s in x_t = (1 - t) x_0 + t s noise.
         min_snr: gamma of [H]. Squared errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.
-        contrast: weight of the term in [C] eq. 6 that increases the distance to another sample's velocity.
-        shift_tokens: number of tokens to which ``shift`` applies. Samples of m tokens get shift * sqrt(m /
-            shift_tokens) ([E] eq. 23), so clips get more noise than pictures. None: one shift for all samples.
+        contrast: weight of the term in [C] eq. 6; it increases the distance to another sample's velocity.
+        shift_tokens: samples of m tokens get shift * sqrt(m / shift_tokens) ([E] eq. 23), so clips get more noise than
+            pictures. None: one shift for all samples.
 
     The other fields have no flags. They describe public models.
 
@@ -341,7 +341,7 @@ class FlowObjective(Objective):
 
     @property
     def share(self) -> float:
-        """Fraction of training times that would lie between ``least`` and ``most`` if these limits were not applied."""
+        """Fraction of training times between ``least`` and ``most`` without these limits."""
         whole, ends = replace(self, least=None, most=None), (self.least or 0.0, 1.0 if self.most is None else self.most)
         low, high = share_below(whole.times_at, torch.tensor(ends, dtype=torch.float64)).tolist()
         return abs(high - low)
@@ -368,7 +368,7 @@ class FlowObjective(Objective):
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        # ``of_x`` weights squared errors of x_0. These are t^2 times the velocity's squared errors.
+        # ``of_x`` is the weight for x_0's squared error, which is t^2 times the velocity's squared error.
         return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
@@ -403,7 +403,7 @@ class FlowObjective(Objective):
         return super().predicts | own | ({"flow_noise_scale": self.noise_scale} if self.noise_scale != 1 else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the name and those settings that have an effect; older checkpoints lack some of the others."""
+        """Return the name and the settings that have an effect."""
         defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
         kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
         return {name: value for name, value in kept.items() if value != defaults.get(name)}
@@ -445,7 +445,7 @@ EULER_READ = set(
     ).split()
 )
 UNIPC_READ = set("prediction_type use_flow_sigmas flow_shift".split())
-# Settings without effect for flows. They belong to other models' noise schedules, or to options that must be off.
+# settings without effect for flows
 UNIPC_UNUSED = set(
     (
         "beta_start beta_end beta_schedule trained_betas rescale_betas_zero_snr timestep_spacing steps_offset "
@@ -462,7 +462,7 @@ def published_schedule(config: Mapping[str, Any], shifted_end: bool = False, kar
 
     FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) gets its times from the pipeline, evenly spaced from 1
     to 1 / steps. UniPCMultistepScheduler (Wan) must have ``use_flow_sigmas`` on. Raises ValueError for a setting that
-    is not supported. Unknown settings, which newer versions of diffusers write, are accepted if they are off.
+    is not supported. Unknown settings (of newer versions) are accepted if they are off.
     """
     name = config.get("_class_name")
     if name not in READERS:

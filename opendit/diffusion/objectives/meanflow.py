@@ -1,4 +1,4 @@
-"""MeanFlow: a network that predicts the mean velocity over an interval of times, for sampling in one or two steps.
+"""MeanFlow: a network predicts the mean velocity over a time interval, for sampling in one or two steps.
 
     [M] Geng et al., "Mean Flows for One-step Generative Modeling", arXiv 2505.13447
     [I] Geng et al., "Improved Mean Flows", arXiv 2512.02012
@@ -8,11 +8,11 @@ mean velocity from r to t on the path through x_t, so that x_r = x_t - (t - r) u
 
     u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t.
 
-The right side, without a gradient, is the training target of u. In du/dt, the network's u(x_t, t, t) replaces v,
-because noise - x_0 is a noisy estimate of the velocity at x_t ([I] sec. 4.1). At r = t, the loss is that of ``flow``.
+The right side, without a gradient, is the training target of u. In du/dt, v is replaced by the network's u(x_t, t, t),
+because noise - x_0 is a noisy estimate of the velocity at x_t ([I] sec. 4.1). At r = t, the loss equals ``flow``'s.
 
-Guidance is built into the target ([M] eq. 19): w v + (1 - w) u(x_t, t, t) replaces v, where this u is computed without
-condition. So sampling with guidance evaluates the network once per step instead of twice.
+Guidance is built into the target ([M] eq. 19): v is replaced by w v + (1 - w) u(x_t, t, t), with an unconditional u. So
+sampling with guidance evaluates the network once per step instead of twice.
 """
 
 import math
@@ -34,8 +34,8 @@ SMALLEST = 1e-3  # added to the squared error before a sample's gradient is divi
 
 
 class Network(Protocol):
-    """The network, as ``MeanFlowObjective.complete`` calls it, without gradients. x is a part of the micro-batch, and
-    ``rows`` holds the indices of x's samples in the micro-batch."""
+    """The network as called by ``MeanFlowObjective.complete``, without gradients. x: some of the micro-batch's samples.
+    rows: the samples' indices in the micro-batch."""
 
     dropped: Tensor  # (B,) bool: True for samples that have the null condition
 
@@ -51,17 +51,17 @@ class Network(Protocol):
 
 
 class MeanFlowContext(NamedTuple):
-    """Inputs of the loss besides x_t and the network's time. target: (B, C, ...), the output's target: noise - x_0,
-    until :meth:`MeanFlowObjective.complete` replaces it. interval: (B,), t - r."""
+    """Inputs of the loss besides x_t and the network's time. target: (B, C, ...), noise - x_0; later the final target
+    (:meth:`MeanFlowObjective.complete`). interval: (B,), t - r."""
 
     target: Tensor
     interval: Tensor
 
 
 def network_times(t: Tensor, interval: Tensor) -> Tensor:
-    """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32. The model adds the embeddings of both. They
-    never have the same value, so the model can tell them apart. Times are not scaled by 1000 as in ``flow``, because
-    that would also scale the derivatives of their sinusoids in du/dt."""
+    """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32. The model adds the embeddings of both; only t
+    is positive, so the model can tell them apart. Times are not scaled by 1000 as in ``flow``, because that would also
+    scale the sinusoids' derivatives in du/dt."""
     return torch.stack((t, -1 - interval), 1).to(torch.float32)
 
 
@@ -86,8 +86,8 @@ class MeanFlowTrajectory(FlowTrajectory):
 @dataclass(frozen=True)
 class MeanFlowObjective(Objective):
     """Improved MeanFlow. mean, std: mean and standard deviation of the logits of t and r. share: fraction of samples
-    with r < t; the others have r = t. guidance: w in the module's docstring; 1 means no guidance. power: exponent p; a
-    sample's gradient is divided by (squared error) ** p."""
+    with r < t; the remaining samples have r = t. guidance: w in the module's docstring; 1 means no guidance. power:
+    exponent p; a sample's gradient is divided by (squared error) ** p."""
 
     name: ClassVar[str] = "meanflow"
     preview_sampler: ClassVar[str] = "euler"
@@ -151,7 +151,7 @@ class MeanFlowObjective(Objective):
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        # return the error, with the gradient of ``weighted``; the value of ``weighted`` is always about 1
+        # return the error, with the gradient of ``weighted``
         return error.detach() + weighted - weighted.detach()
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
