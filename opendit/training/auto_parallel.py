@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that process the same samples."""
+        """Number of ranks that share each sample."""
         return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -123,7 +123,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with the estimated bytes of a rank's memory, the cost of a step, and the samples of a step."""
+    """A candidate with estimates: bytes of memory per rank, a step's cost, and a step's samples."""
 
     candidate: Candidate
     setup: Setup
@@ -198,8 +198,8 @@ class Search:
         return list(dict.fromkeys(found))
 
     def forms(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> Iterator[Candidate]:
-        """Yield candidates whose micro-batch size is not chosen yet. With ``pipelines``, yield pipelines whose stages
-        are on different machines, unless a flag sets the number of stages."""
+        """Yield candidates without a micro-batch size. With ``pipelines``, yield pipelines with stages on different
+        machines, unless a flag sets the number of stages."""
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
@@ -348,11 +348,11 @@ class Search:
 def choose(
     flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
 ) -> tuple[list[Priced], DiTConfig]:
-    """Return the best candidates, the fastest first, at most ``shown`` of different :attr:`Candidate.product`, and the
-    model's configuration.
+    """Return the best candidates, the fastest first, and the model's configuration. At most ``shown`` candidates are
+    returned, with different :attr:`Candidate.product`.
 
     The values of :meth:`Search.storages` are tried in order until a candidate fits, each first without pipelines.
-    Raises ValueError, which says what to change, if no candidate fits or all are refused.
+    Raises ValueError with advice if no candidate fits or all are refused.
     """
     search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
@@ -393,7 +393,7 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
-    """Return (the run's circumstances, origin of the hardware's measurements). All ranks must call this together.
+    """Return the run's circumstances, and the source of the hardware's measurements. All ranks must call this together.
 
     The capacity is the usable memory of the smallest GPU or, without GPUs, the least usable host memory per rank.
     Raises ValueError if --hardware is wrong.
@@ -490,10 +490,9 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
 
 
 def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tuple[TrainConfig, list[str]]:
-    """Return the flags with the values of the first candidate that fits, and lines that describe and explain the
-    choice.
+    """Return the flags with the first fitting candidate's values, and lines that explain the choice.
 
-    Raises ValueError, which says what to change, if no candidate fits or the run refuses all.
+    Raises ValueError with advice if no candidate fits or the run refuses all.
     """
     search = Search(flags, dataset, where)
     config = search.config

@@ -194,8 +194,7 @@ def best_checkpoint(run: Run, evaluated: str | None) -> BestCheckpoint | None:
 def sharded_checkpoints(run: Run, engine: Engine) -> bool:
     """Return True on every rank if every rank writes its own shards (--checkpoint_format).
 
-    "auto" chooses shards if the plugin prefers them, if the run has pipeline stages, or if a host's memory is too small
-    for buffers of full tensors.
+    "auto" means shards if the plugin prefers them, for pipelines, or if a host's memory is too small for full tensors.
     """
     asked = run.flags.checkpoint_format
     if asked != "auto":
@@ -217,14 +216,14 @@ def sharded_checkpoints(run: Run, engine: Engine) -> bool:
 
 
 def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # log the file once: all ranks that share samples skip the same file
+    if mesh.leads_sharing:  # log the file once: ranks that share samples all skip it
         logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
 class Evaluation(Protocol):
-    """Interface of the evaluation of samples drawn with the EMA weights, which opendit/evaluation implements.
+    """Interface for evaluating samples drawn with the EMA weights. Implemented in opendit/evaluation.
 
-    of: identifier of everything, except the weights, that determines the results.
+    of: identifier of everything that determines the results, except the weights.
     """
 
     of: str
@@ -237,7 +236,7 @@ class Evaluation(Protocol):
 def build_network(
     run: Run, make_inputs: Callable[..., SampleInputs], make_passes: Callable[..., EagerPasses], pace: Pace
 ) -> TrainedNetwork:
-    """Build a network with the objects that train it, and load its checkpoint if the run is resumed."""
+    """Build a network and the objects that train it. Load its checkpoint if the run is resumed."""
     flags, mesh, config = run.flags, run.mesh, run.model_config
     engine = build_model_and_engine(run)
     route = flags.token_route

@@ -80,8 +80,8 @@ def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list
 def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
     """Return the training data set, and the validation data set or None.
 
-    Raises ValueError, OSError or DataError, which name the flag, if --validate_path can't be read or differs in kind,
-    or if no samples remain to train on.
+    Raises ValueError, OSError or DataError, naming the flag, if --validate_path can't be read or has another kind of
+    data, or if no samples remain for training.
     """
     if not flags.validates:
         return dataset, None
@@ -142,7 +142,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
         cached, given = about.text_encoder, flags.text_encoder
         other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
-        # for a public model, whose folder may have moved, _public_model makes this check
+        # for a public model (its folder may have moved), _public_model makes this check
         if other and not family_in(flags.model):
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
@@ -174,11 +174,10 @@ def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextCon
 def fit_captions(
     flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
 ) -> tuple[TrainConfig, list[str]]:
-    """Set the number of tokens of the ``bytes`` encoder; return the flags, and notes on captions that are cut or
-    empty.
+    """Set the ``bytes`` encoder's number of tokens. Return the flags, and notes on captions that are cut or empty.
 
-    The number is --max_text_tokens, else that of the model to start from (``keeps``), else one that fits the data.
-    All ranks must call this together; rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
+    The number is --max_text_tokens, or else taken from the model to start from (``keeps``), or else from the data. All
+    ranks must call this together; rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
     """
     given = flags.max_text_tokens
     resolved, _ = resolve_captions(flags, dataset)
@@ -203,8 +202,8 @@ def fit_captions(
 def caption_notes(
     dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
 ) -> list[str]:
-    """Return notes, which begin with ``name``, on captions that are empty, or that the encoder cuts or has cut when
-    their embeddings were cached."""
+    """Return notes on captions that are empty or cut by the encoder (now, or when embeddings were cached). The notes
+    begin with ``name``."""
     if text is None or isinstance(dataset, MockDataset):
         return []
     if text.inside:
@@ -303,9 +302,9 @@ def _of_known_positions(shaped: ShapedDataset, token: TokenSize, config: DiTConf
 def make_schedule(
     flags: TrainConfig, dataset: MediaDataset, global_batch: int, config: DiTConfig, parts: int | None = None
 ) -> BatchSchedule:
-    """Return the order in which the run trains on its shaped samples. Raises the same errors as ``build_schedule``.
+    """Return the order of the run's samples. Raises the errors of ``build_schedule``.
 
-    A step consists of ``parts`` groups of samples of one shape; None: as many groups as micro-batches.
+    parts: number of groups per step, each with samples of one shape; None for the number of micro-batches.
     """
     return build_schedule(
         dataset,
@@ -320,13 +319,13 @@ def make_schedule(
 
 
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
-    """Return ``parts`` of :func:`make_schedule` for a resumed run, as its fingerprint (``stored``) records it.
+    """Return ``parts`` of :func:`make_schedule` for a resumed run, from its fingerprint ``stored``.
 
-    Return None if it is unknown, or if a rank's micro-batch would contain samples of two groups. The ``experts`` ranks
-    that divide the experts need micro-batches of one shape.
+    Return None if it is unknown, or if a rank's micro-batch would mix groups. With expert parallelism, the
+    micro-batches of ``experts`` ranks must have one shape.
     """
     split = str(stored.get("split", "")).split(" x ")
-    # Older checkpoints have no "parts"; in these, the number of parts equals the number of micro-batches.
+    # Older checkpoints have no "parts"; their number of parts is the number of micro-batches.
     parts = stored.get("parts", int(split[2]) if len(split) == 3 else None)
     if parts is None or stored.get("global_batch") != global_batch or global_batch % parts:
         return None

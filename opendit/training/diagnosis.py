@@ -1,8 +1,7 @@
 """Find the first module whose output is not finite, by repeating the last step's forward passes with hooks.
 
-The diagnosis costs nothing in normal steps, which only keep a reference to their batches until the next step. The
-repeated passes give the same results, because a step with non-finite gradients changes no weight, and all randomness is
-keyed by the sample.
+Normal steps only keep a reference to their batches until the next step. Repeated passes give the same results: a step
+with non-finite gradients changes no weight, and all randomness is keyed by the sample.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from opendit.training.runners import Runner
 
 logger = logging.getLogger(__name__)
 
-KEPT = 8  # maximum number of a step's micro-batches that are kept for the diagnosis
+KEPT = 8  # maximum number of micro-batches to keep for the diagnosis
 NAMED = 5  # maximum number of samples that a message names
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -62,7 +61,7 @@ class Diagnosis:
     def find(self, gradients: bool) -> str:
         """Describe the first tensor that was not finite, and name the samples. All ranks must call this together.
 
-        With ``gradients``, also search the backward pass if the forward passes were finite; this overwrites the
+        With ``gradients``, also search the backward pass if the forward passes were finite. The search overwrites the
         engine's gradients.
         """
         try:
@@ -121,7 +120,7 @@ class Diagnosis:
         return f" for {len(bad)} of {len(batch.index)} samples ({', '.join(names)}{more})"
 
     def _look_backward(self) -> set[str] | None:
-        """Return the names of parameters whose gradient on this rank is not finite; None if the engine does not expose
+        """Return the names of parameters with a non-finite gradient on this rank; None if the engine does not expose
         gradients."""
         batches = list(self._batches)
         with _eagerly():

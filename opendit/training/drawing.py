@@ -41,10 +41,10 @@ class EMASampler:
 
     @contextlib.contextmanager
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
-        """Yield a model with the EMA weights, whose memory is excluded from the training's peak memory. All ranks must
-        call this together. Rank 0 and the ranks that share its samples get the model, or all ranks with ``everywhere``.
-        The others get None and help to gather the weights. The model is the training module with its weights replaced
-        during the block, or a second module if the plugin has sharded the training module.
+        """Yield a model with the EMA weights. All ranks must call this together. Rank 0 and the ranks that share its
+        samples get the model, or all ranks with ``everywhere``; the remaining ranks get None. During the block, the
+        training module holds the EMA weights; if the plugin has sharded this module, the model is a second one. Memory
+        for drawing does not count in the training's peak.
         """
         run, trained = self._run, monitoring.allocated_gib()
         model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
@@ -85,8 +85,8 @@ class EMASampler:
         """Yield (index, latents) for batches of samples with the conditions ``y``. Ranks that share samples must call
         this together.
 
-        The (N,) ``index`` keys the samples' noise. ``cfg_scale`` is the scale that the model's published pipeline
-        takes, see ``guidance_of``.
+        index: (N,), keys of the samples' noise. cfg_scale: scale in the convention of the model's published pipeline,
+        see ``guidance_of``.
         """
         run, seed = self._run, self._run.flags.global_seed
         null, y = same_length(run.conditioner.null(), y)

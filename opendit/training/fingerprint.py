@@ -1,12 +1,10 @@
-"""The fingerprint of a run, and config.json, which records all starts of the run.
+"""A run's fingerprint, and config.json with all starts of the run.
 
-The fingerprint describes everything that determines the loss curve: flags, data, weights of encoders, kernels,
-versions. Every checkpoint stores the fingerprint, and a resumed run reports how its fingerprint differs from the stored
-one.
+The fingerprint describes everything that determines the loss curve: flags, data, encoder weights, kernels, versions.
+Every checkpoint stores it, and a resumed run reports differences from the stored fingerprint.
 
-Every flag is in the fingerprint, unless the flag does not affect the curve (FREE) or can't be changed on resuming
-(OF_THE_MODEL). A new flag is therefore compared, and assumed to change the curve, until it is added to one of these
-lists.
+The fingerprint has all flags except two lists: flags that do not affect the curve (FREE), and flags that can't be
+changed on resuming (OF_THE_MODEL). A new flag that is in neither list is assumed to change the curve.
 """
 
 import json
@@ -174,7 +172,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
 
 
 def by_value(objective: str) -> list[str]:
-    """Return the names of the flags that are compared by their values in a run with this objective."""
+    """Return the names of the flags to compare by value in a run with this objective."""
     others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
     left_out = FREE | OF_THE_MODEL | MADE_INTO.keys() | others
     return [item.name for item in flags_of(TrainConfig) if item.name not in left_out]
@@ -209,7 +207,7 @@ def _encoders(run: Run) -> dict[str, str | None]:
 
 
 def _weights(path: Path) -> str:
-    """Return a hash of weights: of a file, of an index and all its files, or of the network in diffusers' folder."""
+    """Return a hash of the weights in a file, in an index's files, or in the network of a diffusers folder."""
     if path.is_dir():
         return _network(path / TRANSFORMER if (path / TRANSFORMER).is_dir() else path)
     return hash_files([str(path), *(str(path.with_name(name)) for name in files_of(path))])
@@ -239,8 +237,7 @@ def _network(folder: Path) -> str:
 
 @cache
 def code() -> dict[str, str | None]:
-    """Return the versions of this package, with a hash of its source files, and of the libraries that it computes
-    with."""
+    """Return the versions of this package (with a hash of the source files) and of the libraries that compute."""
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
     names = (str(path.relative_to(package)) for path in files)
@@ -291,7 +288,7 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
     decays = list(state["ema"]["files"].values())
     found = {name: value for name, value in found.items() if name != "ema_decay"}
     found["ema_warmup"] = warmup_of(found)
-    found.setdefault("order", "sorted")  # the only order of the oldest releases, which is no longer supported
+    found.setdefault("order", "sorted")  # the oldest releases' only order, no longer supported
     return {**found, "ema_decay": decays} if decays else found
 
 
@@ -303,8 +300,8 @@ def warmup_of(stored: dict[str, Any]) -> float:
 
 
 def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
-    """Return one line for each difference between a checkpoint's fingerprint (``stored``) and the present one, with its
-    meaning for the loss curve after the checkpoint's ``step``."""
+    """Return one line for each difference between a checkpoint's fingerprint ``stored`` and the present fingerprint.
+    The line says what the difference means for the loss curve after ``step``."""
     told = [_told_together(stored, now), *(_line(name, stored, now, step) for name in now)]
     gone = [name for name in stored.keys() - now.keys() - SHOWN_ONLY - OBJECTIVE_FLAGS.keys()]
     lines = [line for line in told if line]
@@ -322,7 +319,7 @@ def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
         names = ", ".join(["its data", "its code", *map(_called, missing)])
         return [f"the checkpoint is too old to record {names}: whether they are the same is not known"]
     if stored.get("objective") != now["objective"]:
-        return []  # the objectives differ, and so do their flags; a separate line reports that change
+        return []  # a separate line reports that the objectives differ
     # A flag may be newer than the checkpoint. Then its default value stands for the behaviour of the earlier version.
     news = {name: now.get(name) for name in missing if now.get(name) != values[name]}
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
@@ -362,7 +359,7 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
 
 
 def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
-    """Return True if the change of --warmup_steps leaves all learning rates from this step on the same."""
+    """Return True if the change of --warmup_steps changes no learning rate from this step on."""
     constant = stored.get("lr_schedule") == now.get("lr_schedule") == "constant"
     return (
         constant
@@ -371,7 +368,7 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
     )
 
 
-# Entry -> function that returns True if a difference of the entry has no effect, or if another line reports it.
+# Entry -> function that returns True if a difference needs no line: it has no effect, or another line reports it.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
     # The last step is None without a cosine schedule. If only one run has a cosine schedule, the line about the
@@ -409,8 +406,8 @@ CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"
 
 
 def write_config(run: Run) -> None:
-    """Add this start to the run's config.json, and write config.yaml, which repeats the run with --config. Both are
-    replaced atomically. Call on one rank. Raises OSError."""
+    """Add this start to the run's config.json, and write config.yaml for --config. Both files are replaced atomically.
+    Call on one rank. Raises OSError."""
     path, start = run.folder / CONFIG, describe_start(run)
     starts = _earlier_starts(path, run.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
@@ -449,7 +446,7 @@ def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     note."""
     if not os.path.lexists(path):
         return []
-    from opendit.checkpoint.schema import RUN_CONFIG  # imports pydantic, which only this function needs
+    from opendit.checkpoint.schema import RUN_CONFIG  # imports pydantic, needed only here
     from opendit.common.json_models import read_file
 
     try:

@@ -1,4 +1,4 @@
-"""End a run early, after the same step on all ranks, and report how it ended to the script that started it.
+"""End a run early, after the same step on all ranks, and report the reason to the script that started the run.
 
 After SIGTERM, SIGINT or SIGUSR1 (which schedulers send before a time limit), or when --max_hours is over, the run
 finishes its step, saves and ends. If a rank can't read its data any more, the run drops the current step, saves and
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
-OTHERS_SECONDS = 0.5  # delay on the other ranks, so that the rank whose data failed is the first to print its error
+OTHERS_SECONDS = 0.5  # delay on other ranks, so that the rank that lacks data prints its error first
 _GO_ON, _HOURS_UP, _STOP, _NO_DATA = range(4)
 
 
@@ -37,8 +37,8 @@ class Interrupt:
     """Context manager that notes the first of the ``SIGNALS``. A second signal ends the process at once.
 
     Use it in the main thread of every rank. Ranks receive signals at different moments, so they agree in every step:
-    call :meth:`ask` before the optimizer's step and :meth:`answer` after it. Their messages travel over gloo while the
-    device computes, and the host does not wait for the device.
+    call :meth:`ask` before the optimizer's step and :meth:`answer` after the step. Messages travel over gloo while the
+    device computes.
 
     The run also stops if one more step and a save (``save_seconds()``) would make the process older than ``hours``.
 
@@ -55,8 +55,8 @@ class Interrupt:
         self._answer: Callable[[], int] | None = None
         self._asked_at, self._save_seconds = time.monotonic(), save_seconds
         self._deadline = None if hours is None else self._asked_at - process_seconds() + 3600 * hours
-        # torchrun forwards a Ctrl-C to its processes, although they have already received it from the terminal. Ignore
-        # the second signal within this time.
+        # Ignore a second signal within this time: after a Ctrl-C, processes get one from the terminal and one from
+        # torchrun.
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
     def __enter__(self) -> "Interrupt":
@@ -67,15 +67,15 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if kind is not None and self._mesh.world_size > 1:
-            # When a rank has ended, torchrun sends SIGTERM to the other ranks. Ignore it, because this rank must first
-            # report its error and close its files. The Supervisor limits the time for that.
+            # When a rank has ended, torchrun sends SIGTERM to all others. Ignore the signal: this rank must first
+            # report its error and close its files. The Supervisor limits the time.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self) -> None:
         """Ask whether any rank got a signal, lacks data or is out of time.
 
-        Raises NoData on all ranks if any rank lacks data. That rank's gradients are part of the sum, so the optimizer's
-        step must wait for the answers.
+        Raises NoData on all ranks if any rank lacks data. The optimizer's step must wait for the answers, because the
+        gradients' sum would include that rank.
         """
         word = _HOURS_UP if self._out_of_time() else _GO_ON
         word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else word
@@ -103,7 +103,7 @@ class Interrupt:
         return True
 
     def leave(self) -> None:
-        """Wait until all ranks have saved. All ranks must call this after catching NoData, before raising it again."""
+        """Wait until all ranks have saved. All ranks must call this between catching NoData and raising it again."""
         self._channel.gather(None)  # this gather waits until all ranks have saved
         if self.lost is None and not self.alone:
             time.sleep(OTHERS_SECONDS)
@@ -125,12 +125,12 @@ class Interrupt:
             os.kill(os.getpid(), number)
 
     def _hand_back(self) -> None:
-        """Restore the system's default handlers, which also work while Python waits inside a collective."""
+        """Restore the system's default handlers. They also work while Python waits inside a collective."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
 
-AGAIN = 75  # EX_TEMPFAIL in sysexits.h; job queues can be configured to restart jobs with this exit code
+AGAIN = 75  # EX_TEMPFAIL in sysexits.h; job queues can restart jobs with this exit code
 # Environment variable that names a file. When training begins, a run writes the path of its folder into this file. So
 # the script that started the run finds ended.json.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
@@ -146,8 +146,8 @@ def begin_run(folder: Path) -> None:
 
 
 def write_end(folder: Path, step: int, **how: bool) -> None:
-    """Write ended.json: the last step, and whether the run is ``done``, or ended because it was ``stopped`` by a
-    signal, its time was over (``hours_up``), or it ``failed``. Raises OSError."""
+    """Write ended.json: the last step, and the reason (``done``, ``stopped`` by a signal, time is over: ``hours_up``,
+    or ``failed``). Raises OSError."""
     write_whole(folder / ENDED, (json.dumps({"step": step, **how}) + "\n").encode(), root=folder)
 
 
@@ -158,5 +158,5 @@ def exit_code(folder: Path) -> int:
         return 0
     try:
         return 0 if json.loads((folder / ENDED).read_bytes())["done"] else AGAIN
-    except OSError:  # the file could not be written, which the run has already reported
+    except OSError:  # the run has already reported that it could not write the file
         return 0

@@ -1,13 +1,13 @@
-"""Estimate the memory of a training step by formula, before anything is allocated.
+"""Estimate a training step's memory by formula, before anything is allocated.
 
-The peak of a step comes at one of two moments. When the backward pass begins, memory holds the activations of all
-blocks and no gradients of this micro-batch. When the pass reaches the first block, memory holds the activations of that
-block and the gradients of all other blocks. The unit of activations is one vector of the model's width for each token
-of a rank's micro-batch, in the precision of the activations.
+The peak is at one of two moments. At the beginning of the backward pass, memory holds the activations of all blocks and
+no gradients of this micro-batch. When the pass reaches the first block, memory holds only this block's activations, and
+the gradients of all blocks after it. The unit of activations is a vector of the model's width per token of a rank's
+micro-batch, in the activations' precision.
 
 The estimates are within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), and within 5 % for
-gemini in fp16. They include frozen encoders only if ``Setup.encoders`` is set. They do not include the activations of a
-trained bytes encoder, a CUDA context, NCCL's buffers, and memory lost to fragmentation.
+gemini in fp16. Not included are a trained bytes encoder's activations, the CUDA context, NCCL's buffers, and
+fragmentation. Frozen encoders are included only if ``Setup.encoders`` is set.
 """
 
 import bisect
@@ -51,22 +51,21 @@ LIBRARIES = 0.18 * GIB
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a run that determine its memory, in addition to the model and the batch. Most are flags.
+    """The settings that determine a run's memory, besides model and batch. Most are flags.
 
-    Attention needs no setting: all of torch's kernels except ``math`` keep q, k, v, the output and one number for each
-    query and head.
+    Attention needs no setting: torch's kernels (except ``math``) keep q, k, v, the output and one number per query and
+    head.
 
     Attributes:
         fused: True if one kernel computes LayerNorm and modulation.
         reshard: "auto" counts as "after_forward", which needs less memory; see :func:`resolve_sharding`.
-        keep_gradients: True if fsdp adds up full gradients over the micro-batches and reduces them once. None counts as
-            False.
+        keep_gradients: True if fsdp sums full gradients over the micro-batches and reduces once. None counts as False.
         absent: number of parameters that a pipeline stage does not hold, not counting blocks.
         trained: number of LoRA weights of a pipeline stage; None without pipelines or LoRA.
-        held_micro_batches: micro-batches whose activations a stage holds at once.
+        held_micro_batches: number of micro-batches with activations on a stage at once.
         encoders: bytes of frozen encoders that stay on the GPU during training.
         muon: precision of Muon's orthogonalisation; its matrices have only one moment. None for AdamW.
-        networks: number of networks that a run trains by turns; all have state in memory.
+        networks: number of networks that the run trains by turns; the state of all is in memory.
     """
 
     plugin: str = "zero2"
@@ -130,7 +129,7 @@ class Setup:
 
     @property
     def alike(self) -> int:
-        """Number of ranks that hold the same part of every layer, and divide its state among them."""
+        """Number of ranks that hold the same slice of every layer and divide the slice's state."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
@@ -249,7 +248,7 @@ def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
 
 
 def saved(config: DiTConfig, setup: Setup) -> int:
-    """Return by how many bytes --base_precision shrinks all weights together."""
+    """Return the bytes that --base_precision saves for all weights."""
     numbers, stored, _ = stored_weights(config, setup)
     return BYTES[setup.precision] * numbers - stored
 
@@ -285,13 +284,13 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
 
 
 def in_eight_bits(setup: Setup) -> Setup:
-    """Return the setup with AdamW's moments in 8 bits, or unchanged where the other settings do not allow it."""
+    """Return the setup with AdamW's moments in 8 bits, or unchanged if the settings do not allow them."""
     possible = setup.plugin != "gemini" and setup.muon is None and setup.offloaded != "state" and setup.lora is None
     return replace(setup, eight_bits=True) if possible else setup
 
 
 def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Reduce the moments of an estimate to 8 bits, and add the fp32 buffer for a few tensors' moments, which ddp frees
+    """Reduce an estimate's moments to 8 bits. Add the fp32 buffer for a few tensors' moments; ddp frees the buffer
     after the step."""
     weights = needs.states["moments"] / 8
     shapes = model_shapes(config)[0].values() if setup.lora is None else ()
@@ -306,8 +305,8 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    """Return how many parameters of the model and of one block a rank holds. With tensor parallelism, these are only
-    its slice."""
+    """Return a rank's number of parameters of the model and of one block. With tensor parallelism, only its slices
+    count."""
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
         model, block = held_parameters(config, setup.tensor_parallel)
@@ -316,8 +315,7 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 @functools.cache
 def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, stages: PipelineStages | None = None) -> int:
-    """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds, of all layers or of a pipeline's
-    ``stages``.
+    """Count a rank's LoRA weights with ``ranks`` tensor-parallel ranks, in all layers or in a pipeline's ``stages``.
 
     Ranks that divide a layer's inputs divide A; ranks that divide its outputs divide B.
     """
@@ -342,17 +340,17 @@ def trained_count(config: DiTConfig, setup: Setup) -> int:
     return lora_parameters(config, setup.lora, setup.tensor_parallel)
 
 
-# Number of blocks, with their modulations, that fsdp holds gathered at once if it frees each block after use: the
-# current block, the next block, which is being gathered, and the buffer from which the next block is copied.
+# Number of blocks that fsdp holds gathered at once if it frees each block after use: the current block, the next block,
+# and the buffer that the next block is copied from.
 GATHERED = 3
 
 
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of FSDP2.
 
-    A rank holds fp32 shards of weights, gradients, moments and averages, the complete weights of gathered units, the
-    complete gradients of the current block, and the buffer that reduces the previous block's gradients. A weight that
-    is gathered in float8 takes one byte in the gathered unit, and one more byte per weight of the shard.
+    A rank holds fp32 shards of weights, gradients, moments and averages, the gathered units' weights, the current
+    block's gradients, and the buffer that reduces the previous block's gradients. If weights are gathered in float8,
+    each takes one byte in the gathered unit, and one more byte in the shard.
     """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
@@ -372,8 +370,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
-    # Experts that are divided among ranks are not part of a block's unit. Each rank keeps its experts in memory until
-    # the backward pass.
+    # Divided experts are not in a block's unit. Each rank keeps its experts in memory until the backward pass.
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
@@ -505,11 +502,11 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # FP8 copies of weights; with LoRA, one copy of each takes the same bytes
+        block += kept.weights  # FP8 copies of weights; with LoRA the bytes are equal
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if kept_blocks < config.depth:  # a recomputed block keeps only its input and modulation
         given = unit + size * batch * config.modulation_width
-        if setup.recompute == BUT_ATTENTION:  # add attention's outputs and log-sum-exps, which are kept
+        if setup.recompute == BUT_ATTENTION:  # attention's outputs and log-sum-exps are kept
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
     else:
@@ -519,7 +516,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
-    """Suggest the first of several changes with which a step fits in ``capacity`` bytes; None if it fits already.
+    """Suggest the first change with which a step fits in ``capacity`` bytes; None if it fits already.
 
     In order: recompute parts of blocks, or blocks; move state to host memory (fsdp); smaller micro-batches; 8-bit
     moments; share samples between ranks; more ranks.
@@ -652,8 +649,8 @@ USABLE_OF_A_HOST = 0.8
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory of this machine, or of this process's container (control group) if it has less.
-    ``root`` is the root of the file system."""
+    """Return this machine's bytes of memory, or the limit of this process's container (control group) if it is lower.
+    root: root of the file system."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):  # the file is missing or does not have Linux's format
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -691,8 +688,8 @@ def save_buffers(config: DiTConfig, setup: Setup) -> float:
 
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:
-    """Raise ValueError if this machine's memory is too small for what --offload moves and for the buffers of saves, for
-    all of its ``ranks`` processes."""
+    """Raise ValueError if this machine's memory is too small for its ``ranks`` processes: for what --offload moves, and
+    for saving."""
     state = estimate(config, setup, batch).host_total
     buffers = save_buffers(config, setup) if saves else 0
     needed, there = ranks * (state + buffers), host_memory()

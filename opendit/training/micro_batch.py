@@ -1,4 +1,4 @@
-"""Micro-batches on the device: samples of one size, or packs of samples of different sizes.
+"""Micro-batches on the device: samples of one size, or packs.
 
 The classes ``Latents`` and ``Packing`` convert the data loader's batches to micro-batches.
 """
@@ -41,9 +41,9 @@ class MicroBatch(NamedTuple):
         x0, noise: latents and their noise, (B, C, ...) fp32.
         t: (B,) times drawn by the objective.
         given: (B, 1 + C, T, H, W) mask and latents of the conditioning frames; see opendit/models/conditioning.py.
-        in_place: True if the conditioning frames replace frames of x_t, which then have no loss.
-        kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/auxiliary.py); None for all.
-        dropped: (B,) bool, samples whose routed blocks' result is dropped; None without a fused route.
+        in_place: True if the conditioning frames replace frames of x_t. The loss excludes these frames.
+        kept: (B, n) int64 indices of the routed blocks' tokens (opendit/models/auxiliary.py); None for all tokens.
+        dropped: (B,) bool, True to drop the routed blocks' result; None without a fused route.
         alignment: features that tokens are aligned with (opendit/models/auxiliary.py).
         uncertain: True if the model learns weights for the losses (opendit/models/auxiliary.py).
     """
@@ -60,7 +60,7 @@ class MicroBatch(NamedTuple):
     uncertain: bool = False
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, in the same order for every micro-batch of a run."""
+        """Return all tensors, in one order for all micro-batches of a run."""
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
         features = None if self.alignment is None else self.alignment.features
@@ -100,8 +100,8 @@ class MicroBatch(NamedTuple):
     def _losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
         if not self.in_place or self.given is None:
             return objective.loss(output, prepared)
-        # Conditioning frames in place have x0 = noise, so their target is 0. Set their output to 0 too, so that they
-        # add nothing to the mean.
+        # Conditioning frames in place have x0 = noise and a target of 0. With an output of 0, they add nothing to the
+        # mean.
         drawn = 1 - self.given[:, :1]
         return objective.loss(output * drawn, prepared) / drawn.flatten(1).mean(1)
 
@@ -142,15 +142,14 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """Packs on the device, as a single sequence of N tokens with S segments (opendit/models/segments.py).
+    """Packs on the device: one sequence of N tokens with S segments (opendit/models/segments.py).
 
     Attributes:
         x0, noise: (N, C, *patch) fp32 patches.
         t, condition: times (S,) and conditions of the segments.
-        shares: (S,) fp32 weight of each segment in the loss, so that the mean loss over micro-batches and ranks equals
-            the mean over the step's samples.
+        shares: (S,) fp32 weight of each segment in the loss; see :meth:`Packing.shares`.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
-        kept: (1, n) int64 indices of the tokens that routed blocks see; ``segments.kept`` has their number per segment.
+        kept: (1, n) int64 indices of the routed blocks' tokens; ``segments.kept`` has the count per segment.
         dropped, uncertain: (S,) bool, and a bool, see :class:`MicroBatch`.
     """
 
@@ -242,7 +241,7 @@ class Latents:
     def of_first_frames(self, x: Tensor) -> Tensor:
         """Return mask and latents of first frames, encoded without noise (:func:`give_beside`).
 
-        x: clips (B, 3, T, H, W), whose other frames become grey; or cached means (B, C, t, h, w) of such clips.
+        x: clips (B, 3, T, H, W); frames after the first become grey. Or cached means (B, C, t, h, w) of such clips.
         """
         if self.cached is not None:
             return give_beside(
@@ -275,7 +274,7 @@ def condition_on_first_frames(
 
 
 class SampleInputs(Protocol):
-    """Interface of ``Inputs`` in train.py, which converts a batch to a micro-batch and documents these methods."""
+    """Interface of ``Inputs`` in train.py. See there for the methods."""
 
     @property
     def objective(self) -> Objective: ...
@@ -330,9 +329,9 @@ class Packing:
     def route(
         self, segments: Segments, inputs: SampleInputs, step: int, index: Tensor
     ) -> tuple[Segments, Tensor | None, Tensor | None]:
-        """Draw the tokens of each segment that routed blocks see, with the same random numbers as without packs.
+        """Draw each segment's tokens for the routed blocks, with the random numbers of a run without packs.
 
-        Return the segments with the number of these tokens, and ``kept`` and ``dropped`` of the micro-batch.
+        Return the segments with their numbers of tokens, and the micro-batch's ``kept`` and ``dropped``.
         """
         kept, counts, dropped = [], [], []
         for run in segments.runs:
@@ -359,7 +358,7 @@ class Packing:
         return torch.cat([*found, found[0].new_zeros(left, *found[0].shape[1:])])
 
     def shares(self, weights: Tensor | None, samples: int, segments_in_step: int) -> Tensor:
-        """Return the weight of each segment in the micro-batch's loss, (S,) float32.
+        """Return each segment's weight in the micro-batch's loss, (S,) float32.
 
         With these weights, the mean over ranks and micro-batches is the mean over all samples of the step, even if
         micro-batches have different numbers of samples. ``weights``: (S,) weights of the samples' losses; None for 1.

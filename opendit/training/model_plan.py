@@ -45,9 +45,9 @@ from opendit.training.memory import USABLE, Setup, resolve_sharding
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model to train on a data set, its objective, and its flags with the caption flags resolved.
+    """The model to train on a data set, the objective, and the flags with resolved caption flags.
 
-    ``config`` is of the newest revision; weights to start from may have an earlier one (:func:`check_pretrained`).
+    ``config`` has the newest revision; weights to start from may have an earlier revision (:func:`check_pretrained`).
     """
 
     flags: TrainConfig
@@ -201,7 +201,7 @@ def _public_model(
 
 
 def _check_first_frames(flags: TrainConfig, config: PublicConfig, dataset: MediaDataset) -> None:
-    """Raise ValueError for data or flags that an image-to-video model, which takes first frames as input, can't use."""
+    """Raise ValueError for data or flags that an image-to-video model can't use."""
     about, width = dataset.describe(), config.spec.text.picture
     if about.kind == "latents" and about.first_frames != width and not isinstance(dataset, MockDataset):
         raise ValueError(f"--data_path {flags.data_path}: these cached latents lack first frames as {flags.model} is "
@@ -271,8 +271,8 @@ def saved_by_adaln_lora(config: DiTConfig) -> str:
 
 
 def memory_setup(flags: TrainConfig, world: int, encoders: int = 0) -> Setup:
-    """Return the settings for the memory estimate of a run on ``world`` GPUs on which all kernels are available, with
-    ``encoders`` bytes of frozen encoders."""
+    """Return the settings for a run's memory estimate on ``world`` GPUs with all kernels. encoders: bytes of frozen
+    encoders."""
     return Setup(
         encoders=encoders,
         plugin=flags.plugin,
@@ -394,9 +394,9 @@ def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
-    """Check that the run, which trains a LoRA if ``adds``, can resume from a checkpoint. Return notes to print.
+    """Check that the run can resume from a checkpoint; return notes to print. adds: True if the run trains a LoRA.
 
-    Raises ValueError for a checkpoint of another model or objective, or with weights that don't fit its configuration.
+    Raises ValueError if model or objective differ, or if the checkpoint's weights don't fit its configuration.
     """
     folder, info = checkpoint.folder, read_info(checkpoint.model)
     if "config" not in info:

@@ -91,7 +91,7 @@ def _record(data: bytes) -> bytes:
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """Return the masked CRC-32C of a TFRecord. TensorBoard's own function imports boto3 first, which is slow."""
+    """Return the masked CRC-32C of a TFRecord. TensorBoard's function is slow, because it imports boto3."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = CRC_OF_BYTE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -103,8 +103,7 @@ PROJECT = "opendit"
 
 
 class RunLogger(ABC):
-    """Interface of loggers that get the same values as TensorBoard. Methods may raise errors of the logger's
-    library."""
+    """Interface of further loggers. They get the values that TensorBoard gets, and may raise their library's errors."""
 
     where: str  # one line that tells the user how to view the log
 
@@ -147,7 +146,7 @@ class WandbLogger(RunLogger):
             settings=wandb.Settings(console="off", silent=True),
         )
         write_whole(known, self._run.id.encode(), root=folder)
-        # W&B's own step can only rise. The separate metric "step" lets a resumed run log the same steps again.
+        # W&B's step can only rise. With the separate metric "step", a resumed run can log steps again.
         self._run.define_metric("*", step_metric="step")
         self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
 
@@ -223,8 +222,7 @@ def allocation_retries() -> int:
 
 
 class MemoryPressure:
-    """Detector of nearly full GPU memory: torch has retried allocations before each of ``LINES`` lines of the log in a
-    row."""
+    """Detector of nearly full GPU memory: torch has retried allocations in ``LINES`` consecutive lines of the log."""
 
     LINES = 2  # A single retry is normal in the first steps, or when a sample grid is drawn.
 
@@ -276,7 +274,7 @@ class Monitor:
     """Context manager that logs a run. Ranks other than 0 write nothing, and only take part in sums over ranks.
 
     Args:
-        failures: counts failed writes and errors of a logger's library.
+        failures: counts failed writes and loggers' errors.
         loggers: constructors of further loggers, by name.
     """
 
@@ -324,8 +322,7 @@ class Monitor:
         self.data_wait += seconds
 
     def count(self, samples: int, flops: float) -> None:
-        """Add the samples of all ranks, and the FLOPs of this rank's samples; ranks that share samples count the same
-        FLOPs."""
+        """Add all ranks' samples, and the FLOPs of this rank's samples. Ranks that share samples give equal FLOPs."""
         self._samples += samples
         self._flops += flops
 
@@ -340,8 +337,8 @@ class Monitor:
     def forget_drawing(self, trained: float) -> None:
         """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing.
 
-        ``trained``, the peak in GiB before the drawing, is kept, because a CUDA graph allocates its memory only when it
-        is recorded.
+        trained: peak in GiB before the drawing. It still counts, because a CUDA graph allocates memory only when it is
+        recorded.
         """
         self._peak_gib = max(self._peak_gib, trained)
         if self.mesh.device.type == "cuda":
@@ -360,9 +357,8 @@ class Monitor:
         self._since += time.perf_counter() - began
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more: Any) -> dict[str, Any]:
-        """Write one line of the log, and return its fields. All ranks must call this together.
-        The loss is the mean over all ranks and all steps since the last line that were not skipped; None without such a
-        step.
+        """Write one line of the log, and return its fields. All ranks must call this together. The loss is a mean over
+        all ranks and over the steps since the last line, without skipped steps; None if all were skipped.
         """
         total, count = self.mesh.sum(self._sums).tolist()
         loss = total / count if count else None
@@ -387,7 +383,7 @@ class Monitor:
         }
         self._lines += 1
         if self.mesh.is_main:
-            # the second line is the first whose time excludes compilation and warm-up
+            # from the second line on, times exclude compilation and warm-up
             if self._lines == 2 and step < self._last_step:
                 left, pace = self._last_step - step, (now - self._since) / self._steps
                 logger.info(f"step {step}: {left:,} steps left, {describe_hours(left * pace)} at {pace:.3g} s a step")
@@ -447,7 +443,7 @@ def describe_hours(seconds: float) -> str:
 
 
 def keep_up_to(log: Path, step: int) -> None:
-    """Remove an incomplete last line of the log, and the lines after ``step``, which a resumed run logs again. Raises
+    """Remove an incomplete last line from the log, and the lines after ``step``; a resumed run logs these again. Raises
     OSError."""
     refuse_links(log.parent, [log.name])
     if not log.is_file():
@@ -489,10 +485,10 @@ TIMED = 32  # number of micro-batches before each line of the log whose forward 
 class Pace:
     """Timer of each rank's data waits and forward passes, to find a slow rank. With one rank it does nothing.
 
-    All ranks take the same time for a step, because they wait for each other. But two things differ: the wait for data,
-    and the forward pass before the first communication. If the forward pass itself waits for other ranks (Gemini's
-    gathers, sequence parallelism) or is part of a CUDA graph, only the wait for data shows a slow rank. The host reads
-    the GPU's timers only when it logs a line, because it then waits for the GPU anyway.
+    Ranks wait for each other, so a step takes equally long on all. Only the wait for data and the forward pass before
+    the first communication differ. If the forward pass waits for other ranks (Gemini's gathers, sequence parallelism)
+    or is in a CUDA graph, only the wait for data shows a slow rank. The host reads the GPU's timers only when it logs a
+    line.
     """
 
     def __init__(self, mesh: Mesh):
@@ -506,7 +502,7 @@ class Pace:
         self._named, self._lines = None, 0  # rank that the last warning named, and number of lines since then
 
     def begin(self, waited: float) -> None:
-        """Start timing a micro-batch, for whose data the rank ``waited`` seconds."""
+        """Start timing a micro-batch. waited: seconds that the rank waited for its data."""
         if self._channel is None:
             return
         self._data += waited
@@ -521,8 +517,8 @@ class Pace:
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
-        """Return fields for a line of the log, ``steps`` steps after the last one: the slowest rank, and the ratio of
-        its time to the other ranks' median. All ranks must call this together, after the host has waited for the
+        """Return fields for a line of the log: the slowest rank, and its time divided by the other ranks' median.
+        steps: number of steps since the last line. All ranks must call this together, after the host has waited for the
         device."""
         if self._channel is None:
             return {}
@@ -596,7 +592,7 @@ class StepLog:
         self.skipped = self._skipped_before + sum(int(engine.skipped) for engine in self._engines)
         loader = self._loader
         seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
-        # count files once, because ranks that share samples read the same files
+        # count files once: ranks that share samples read equal files
         bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": bad_files}
         counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}

@@ -76,8 +76,8 @@ USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, Floating
 def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     """Check everything that can be wrong with a run, and load its data set and VAE.
 
-    ``flags`` and ``notes`` are those of ``TrainConfig.resolve``. Raises ValueError, OSError or DataError, whose message
-    names the flag and the fix.
+    flags, notes: see ``TrainConfig.resolve``. Raises ValueError, OSError or DataError; the message names the flag and
+    the fix.
     """
     check_installed()
     if flags.deterministic:
@@ -230,12 +230,12 @@ def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
 def make_deterministic() -> None:
     """Make torch give the same bits in every run on the same GPU and libraries (--deterministic).
 
-    An operation without a deterministic implementation raises RuntimeError. ``warn_only`` is not used, because torch's
-    attention would then only warn and sum dq in any order. cuBLAS needs a workspace of fixed size before its first use.
+    An operation without a deterministic implementation raises RuntimeError. Don't use ``warn_only``: torch's attention
+    would then sum dq in any order. cuBLAS needs a workspace of fixed size before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Any, because type checkers don't find the attribute, which the module's class defines
+    # Any, because type checkers don't find the attribute
     memory: Any = torch.utils.deterministic
     memory.fill_uninitialized_memory = False  # not needed, because this program reads no uninitialized memory
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
@@ -295,9 +295,9 @@ def agree_on_attention(
 ) -> KernelChoice:
     """Choose the attention kernel on rank 0, and use it on every rank. All ranks must call this together.
 
-    Attention kernels round differently. With --attention auto, a resumed run therefore prefers the kernel of its
-    checkpoint. On a GPU, --deterministic avoids cuDNN, which sums partial results of dq in any order: it uses torch's
-    FlashAttention or, in fp32, torch's memory-efficient kernel.
+    Attention kernels round differently, so with --attention auto a resumed run prefers its checkpoint's kernel. On a
+    GPU, --deterministic avoids cuDNN, which sums dq in any order. It uses torch's FlashAttention, or in fp32 the
+    memory-efficient kernel.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
     stored = stored if speed.attention == "auto" else None
@@ -385,7 +385,7 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
 
 
 def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None, world_size: int) -> TrainConfig:
-    """Set LoRA flags that are not on the command line to those of the resumed run."""
+    """Set LoRA flags that are not on the command line to the resumed run's values."""
     stored = read_info(resume.model).get("lora") if resume else None
     if stored is None:
         if flags.lora is not None and flags.pretrained is None:

@@ -1,4 +1,4 @@
-"""Profile a few training steps (--profile): write a trace, and a table of the time of each kind of work."""
+"""Profile a few training steps (--profile): write a trace, and a table of times by kind of work."""
 
 import gzip
 import logging
@@ -19,8 +19,7 @@ WARMUP, STEPS = 8, 3  # steps before the recording (the profiler warms up in the
 
 logger = logging.getLogger(__name__)
 
-# Kind of work -> patterns of the names of its kernels (on a GPU) or operators (on a CPU). The first matching kind
-# counts.
+# Kind of work -> patterns of kernel names (on a GPU) or operator names (on a CPU). The first matching kind counts.
 KINDS = (
     ("communication", r"nccl|c10d::|gloo|symm_mem"),
     ("attention", r"attention|flash|fmha|sdpa|cudnn_generated"),
@@ -37,7 +36,7 @@ KINDS = (
 
 
 class Work(NamedTuple):
-    """A kernel or operator, with its total time in the recorded steps in microseconds, and its number of calls."""
+    """A kernel or operator, with its total time in microseconds and its number of calls in the recorded steps."""
 
     name: str
     time: float

@@ -66,10 +66,9 @@ class Due:
 
 
 class PeriodicWork:
-    """Decides which work is due, the same on every rank. Call ``step_done``, then ``due``, after every step.
+    """Decides which work is due, equally on every rank. Call ``step_done``, then ``due``, after every step.
 
-    While steps are being skipped, the run may be about to fail. A periodic save therefore waits for the next step that
-    is not skipped.
+    A periodic save waits for a step that is not skipped, because a run that skips steps may be about to fail.
     """
 
     def __init__(self, flags: TrainConfig, last_step: int):
@@ -105,8 +104,7 @@ class PeriodicWork:
         evaluate = _every(flags.evaluate_every, self._done) or (ended and flags.evaluate_every > 0)
         evaluate = not self._stopping and (evaluate or (save and flags.ckpt_best is not None and not by_loss))
         return Due(
-            # Log at every save, because a run that resumes from this checkpoint starts a new mean of the loss at this
-            # step.
+            # Log at every save, because a run resumed from this checkpoint starts a new mean of the loss.
             log=save or last or validate or evaluate or _every(flags.log_every, self._done),
             save=save,
             refuse=flags.save and last and failing,
@@ -140,12 +138,10 @@ class Batches:
         self._last: Batch | None = None
 
     def of_next_step(self) -> Iterator[Batch]:
-        """Yield the batches of the next step. Each is read when it is requested, so that reading overlaps with
-        computing.
+        """Yield the next step's batches. Each is read on request, so that reading overlaps with computing.
 
-        If this rank can't read its data any more, the other ranks still wait for it in the current step. The last batch
-        therefore replaces missing ones, if batches are interchangeable, and ``Interrupt.ask`` then drops the step on
-        all ranks.
+        If this rank can't read its data any more, the last batch replaces missing batches (if batches are
+        interchangeable), because other ranks wait for this rank. ``Interrupt.ask`` then drops the step on all ranks.
 
         Raises:
             NoData: the data can't be read, and there are no other ranks.
@@ -260,21 +256,20 @@ class TrainedNetwork(NamedTuple):
 class Run:
     """The state of a training run.
 
-    prepare() makes it, with everything that can be checked before the model exists. build() sets the fields that the
-    constructor does not take.
+    prepare() creates it before the model exists. build() sets the fields that the constructor does not take.
 
     Attributes:
         vae: name of the VAE.
-        codec: None for cached latents whose VAE can't be loaded.
+        codec: None for cached latents if the VAE can't be loaded.
         why_not_compiled: why blocks are not compiled; None if they are.
-        initial, initial_config: weights that the run starts from, and the configuration of their model.
-        samples_at_once: number of samples of the configured size with as many tokens as a rank's micro-batch.
+        initial, initial_config: weights that the run starts from, and their model's configuration.
+        samples_at_once: a rank's micro-batch, counted in samples of the configured size.
         teacher: frozen vision encoder of --repa, or its cached features.
-        validation: samples on which the loss is measured, but which are not trained on.
-        prompts: captions for sample grids, instead of captions from the data set, and their condition.
-        clip_fps: frames per second of the clips that the model draws; None if unknown.
+        validation: held-out samples on which the loss is measured.
+        prompts: captions for sample grids (instead of the data set's), and their condition.
+        clip_fps: frame rate of drawn clips; None if unknown.
         low: the low-noise network of --expert both; the other fields then describe the high-noise network.
-        networks: the networks of the run. engine, ema, runner, inputs and skipped are those of the step's network.
+        networks: the run's networks. engine, ema, runner, inputs and skipped belong to the step's network.
         validate, evaluate: functions that measure the held-out loss, or samples, after a step, and return fields for
             the log. All ranks must call them together.
         done: number of steps done since the run's first start.
@@ -410,15 +405,15 @@ class Run:
             self.batches.diagnosis = self.skipped.diagnosis
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
-        # number of samples of the whole step, which only the first micro-batch counts
+        # number of the step's samples, counted with the first micro-batch
         samples = batch.segments_in_step if batch.micro == 0 else 0
         self.monitor.count(samples, self.flops.of(micro_batch))
 
     def due(self, stopping: bool) -> Due:
-        """Return the work that is due after the step, the same on every rank.
+        """Return the work that is due after the step, equal on every rank.
 
-        The host waits for the device, to see whether the step was skipped, before it logs, saves or measures, and every
-        --max_bad_steps steps. Raises FloatingPointError after too many skipped steps in a row.
+        Before logs, saves and measurements, and every --max_bad_steps steps, the host waits for the device to see
+        whether the step was skipped. Raises FloatingPointError after too many skipped steps in a row.
         """
         if self.periodic.step_done(self.done, stopping):
             assert self.result is not None, "a step has been made"

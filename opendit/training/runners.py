@@ -117,8 +117,7 @@ class EagerRunner(Runner):
 
 @dataclass
 class Recording:
-    """A recorded micro-batch: the tensors that the graph reads, the loss and gradients that it writes, and its
-    replay."""
+    """A recorded micro-batch: the graph's inputs, the loss and gradients that it writes, and its replay."""
 
     inputs: MicroBatch
     loss: Tensor
@@ -131,23 +130,23 @@ class Recording:
 
 
 class CUDAGraphRunner(EagerRunner):
-    """Runner that records one micro-batch after a warm-up, and replays it for later micro-batches of the same
+    """Runner that records a micro-batch after a warm-up, and replays the recording for later micro-batches of equal
     shapes.
 
-    There are two graphs: one for the first micro-batch of a step, which sets the gradients, and one for all later
-    micro-batches, which add to them. A micro-batch that can't be recorded or replayed runs kernel by kernel, with the
-    same result. The objective and model of ``eager`` must not wait for the device. Except for the micro-batch, nothing
-    that they read may change after the recording.
+    There are two graphs: a step's first micro-batch sets the gradients, and later micro-batches add to them. A
+    micro-batch that can't be recorded or replayed runs kernel by kernel, with the same result. The objective and model
+    of ``eager`` must not wait for the device. Apart from the micro-batch, their inputs must not change after the
+    recording.
     """
 
     def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
-        self._in_graph = False  # True if the step's gradients are in memory that a recorded graph adds to
+        self._in_graph = False  # True if a recorded graph can add to the step's gradients
         # first micro-batch of a step or not -> number of micro-batches until the recording
         self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}
         self._recordings: dict[bool, Recording] = {}
-        self._routed = False  # True if blocks of the last micro-batch saw a part of the tokens
+        self._routed = False  # True if the last micro-batch used a route
 
     def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
         if self._routed != (routed := micro_batch.kept is not None):  # --route_until: blocks now see all tokens
@@ -191,11 +190,10 @@ class CUDAGraphRunner(EagerRunner):
 
 
 class PipelineRunner(Runner):
-    """Runner of the pipeline schedule of this rank's ``stages``, of which the engine's model consists.
+    """Runner of the pipeline schedule. stages: this rank's stages, which form the engine's model.
 
-    Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent: every stage needs
-    the times and conditions, the first stage x_t, and the last the inputs of the loss. All ranks must construct their
-    runners together, because that connects the ``links`` between stages.
+    Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent. All ranks must
+    construct their runners together, because this connects the ``links`` between stages.
 
     torch.distributed.pipelining is not used, for two reasons. In torch 2.11 its ``schedule.step(target=)`` splits one
     tensor, but the loss needs everything that the objective has prepared. Its stages call autograd directly, but here
@@ -235,11 +233,11 @@ class PipelineRunner(Runner):
 
 
 class Passes:
-    """The passes of this rank's chunks of the model for the ``number`` micro-batches of a step.
+    """The passes of this rank's model chunks for a step's ``number`` micro-batches.
 
     Attributes:
         loss: the step's loss so far on the last stage; 0 on other ranks.
-        losses: losses of each micro-batch's samples, by its index, on the last stage.
+        losses: micro-batch index -> the samples' losses, on the last stage.
     """
 
     def __init__(self, runner: PipelineRunner, micro_batches: Iterable[MicroBatch], number: int, last: bool = True):

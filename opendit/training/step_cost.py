@@ -1,7 +1,7 @@
-"""Estimate the time of a training step by formula, without building the model.
+"""Estimate a training step's time by formula, without building the model.
 
-The time of computation follows from the terms of the model's plan. The time of communication follows from the bytes
-that each strategy sends, the links that it uses, and the fraction of the transfer that computation hides.
+Computation time follows from the FLOP terms of the model's plan. Communication time follows from each strategy's bytes,
+links, and the fraction that computation hides.
 
 The estimate does not include reading data, encoding (latents and embeddings are assumed to be cached), saving, and
 waiting for slower ranks.
@@ -39,7 +39,7 @@ PASSES = 2.3
 # --recompute -> cost of recomputation: (units read and written, fraction of the MLP's first product). A unit is N x D
 # values: N tokens of a model of width D.
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
-QUANTISED = 20  # units of values, as in AGAIN, that are read and written to quantise the operands of float8 products
+QUANTISED = 20  # units, as in AGAIN, read and written to quantise the operands of float8 products
 UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moments, gradient, working weight
 # Bytes that decoding and encoding AdamW's moments in 8 bits reads and writes per weight, in addition to the update.
 # Kernels read a code and write an fp32 number, and the reverse. Under ddp, torch needs about 40 passes instead.
@@ -52,8 +52,8 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """Data that a rank receives in a step by one kind of communication. ``seconds``: duration of the transfer;
-    ``exposed``: the part of it that computation does not hide."""
+    """Data that a rank receives in a step by one kind of communication. seconds: duration. exposed: seconds that
+    computation does not hide."""
 
     bytes: float = 0
     seconds: float = 0
@@ -87,7 +87,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Span:
-    """Placement of a group of ``ranks`` ranks, of which ``here`` are on each machine."""
+    """Placement of a group: ``ranks`` ranks, ``here`` of them on each machine."""
 
     ranks: int
     here: int
@@ -98,16 +98,15 @@ class Span:
 
 
 def span(ranks: int, stride: int, node: int) -> Span:
-    """Place a group whose members are ``stride`` ranks apart, on machines of ``node`` ranks each."""
+    """Place a group on machines of ``node`` ranks each. stride: distance between the group's ranks."""
     return Span(ranks, max(1, min(ranks, node // stride)))
 
 
 def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, float]:
-    """Return the traffic of an all-gather or reduce-scatter of ``size`` bytes in total, and the fraction that
-    computation hides.
+    """Return an all-gather's or reduce-scatter's traffic, and the fraction that computation hides. size: total bytes.
 
-    Every machine receives the other machines' data once, over the links of all its ranks at the same time, and
-    distributes it to its ranks. The slower of these two transfers determines the time.
+    Every machine receives the other machines' data once, over all its links at once, and distributes the data to its
+    ranks. The slower transfer determines the time.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -251,8 +250,8 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield (kind, traffic) for weights and gradients between ranks that hold the same part of every layer. work:
-        seconds of a micro-batch's computation, which hides transfers."""
+        """Yield (kind, traffic) for weights and gradients between ranks that hold the same slice of every layer. work:
+        seconds of computation per micro-batch, to hide transfers behind."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
@@ -389,9 +388,9 @@ def step_cost(
 
     Args:
         setup: a setup without "auto" settings; see ``resolve_sharding``.
-        batch: samples of a micro-batch, which the ranks of a sequence or tensor group share.
+        batch: samples per micro-batch. The ranks of a sequence or tensor group share them.
         node: number of ranks of a machine.
-        sequence_types: strategies that the model and --attention allow; None for all of the model.
+        sequence_types: strategies that the model and --attention allow; None for all of the model's.
         graph: True if forward and backward are replayed as a CUDA graph.
 
     Raises:

@@ -53,17 +53,16 @@ def number_of_losses(run: Run) -> int:
 
 
 class FixedSamples:
-    """Assignment of a sample, a time and a micro-batch to each of ``count`` losses.
+    """The samples, times and micro-batches of ``count`` losses.
 
-    All samples are used equally often, give or take one use. (``SEED``, i) keys the noise of loss i. The times are a
-    stratified sample: loss i has the quantile (k + 1/2) / count of the times drawn in training, and every k from 0 to
-    count - 1 occurs once.
+    All samples are used equally often, give or take one use. (``SEED``, i) keys the noise of loss i. The times are
+    stratified: each loss has the quantile (k + 1/2) / count of training's times, with each k from 0 to count - 1 once.
 
     Attributes:
         quantiles: (count,) float64 in (0, 1).
-        micro_batches: for each micro-batch, the indices of its ``size`` losses, whose samples have one shape.
-        new: for each micro-batch, number of leading losses that no earlier one has. Repeated losses fill the last
-            micro-batch of a shape.
+        micro_batches: for each micro-batch, the indices of its ``size`` losses. The samples have one shape.
+        new: for each micro-batch, number of leading losses that are not repeated. Repeated losses fill a shape's last
+            micro-batch.
     """
 
     def __init__(self, dataset: MediaDataset, count: int, size: int):
@@ -112,7 +111,7 @@ class LossHistory:
         return history
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of the log if it has a validation with these noise levels."""
+        """Add a line of the log if the line has a validation with these noise levels."""
         if line.get("val_noise") == self.noise:
             step, loss, by_noise = (line[key] for key in ("step", "val_loss", "val_loss_by_noise"))
             self.steps.append(step)
@@ -132,11 +131,11 @@ class LossHistory:
 def draw_losses(history: LossHistory, path: Path, title: str) -> None:
     """Write a PNG with plots over the steps of the mean loss, and the loss at each noise level. Raises OSError.
 
-    A heat map shows how far each level's loss lies above its lowest: where the model still learns, and where it begins
-    to memorise its training samples.
+    A heat map shows how far each level's loss lies above its minimum: where the model still learns, and where it begins
+    to memorise.
     """
     from matplotlib import colormaps
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure in memory and needs a display
+    from matplotlib.figure import Figure  # pyplot would keep every figure in memory and need a display
 
     table = np.array(history.by_noise, dtype=float).reshape(len(history.steps), -1).T  # (levels, validations)
     figure = Figure(figsize=(15, 4.6), layout="constrained")
@@ -179,7 +178,7 @@ class FixedBatch(NamedTuple):
 
     Attributes:
         numbers: (B,) indices of the losses.
-        new: number of leading losses that count; 0 if only other ranks have a micro-batch.
+        new: number of leading losses that count; 0 if this rank has no micro-batch left.
         given: mask and latents of first frames for an image-to-video model.
     """
 
@@ -194,8 +193,8 @@ class Validation:
     """Measures the objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
 
     For the same weights and --batch_size the results are bit-identical on any number of data-parallel ranks: one rank
-    computes each micro-batch, and sums over ranks and losses are exact. The constructor reads and encodes the samples;
-    their latents stay in host memory. Construct and call on every rank.
+    computes each micro-batch, and sums are exact. The constructor reads and encodes the samples; latents stay in host
+    memory. Construct and call on every rank.
     """
 
     def __init__(self, run: Run):
@@ -224,8 +223,8 @@ class Validation:
             )
 
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
-        """Read and encode the micro-batches with the indices ``turns``. For an index beyond the last, read the first
-        micro-batch, whose losses then don't count."""
+        """Read and encode the micro-batches ``turns`` (indices). An index beyond the last reads the first micro-batch,
+        without counting its losses."""
         run, flags, device = self._run, self._run.flags, self._run.mesh.device
         found, there = [], len(self.samples.micro_batches)
         latents = run.latents_of(dataset, SEED)
@@ -248,7 +247,7 @@ class Validation:
 
     @torch.no_grad()
     def losses(self) -> Tensor:
-        """Return all losses, (count,) float64 in host memory, the same on every rank. All ranks must call this."""
+        """Return all losses, (count,) float64 in host memory, equal on every rank. All ranks must call this."""
         mesh = self._run.mesh
         losses = torch.zeros(self.count, dtype=torch.float64, device=mesh.device)
         with self._run.ema.at_work():

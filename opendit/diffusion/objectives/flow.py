@@ -15,9 +15,9 @@ The squared error of the implied x_0 has the weight 1/t^2. With eps-prediction, 
 which is close to 0 at high noise. So flow learns much sooner what the high-noise steps determine. In clips, this is
 even the subject (docs/log/2026-11-21-moving-digits-objective.md).
 
-With ``prediction`` "x", the network predicts x_0. x_0 lies near a manifold of few dimensions, whereas velocities fill
-the space. So the network's width may be smaller than the number of values in a patch ([J] sec. 3). The velocity is (x_t
-- x_0) / t. The loss is the velocity's squared error, with t clamped to at least LEAST_TIME ([J] sec. 4).
+With ``prediction`` "x", the network predicts x_0. The network may then be narrower than the number of values in a patch
+([J] sec. 3). The loss is the squared error of the velocity (x_t - x_0) / t, with t clamped to at least LEAST_TIME ([J]
+sec. 4).
 """
 
 import math
