@@ -179,7 +179,7 @@ class Search:
         self.least: tuple[float, Candidate] | None = None
 
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Return the values to try for a flag: its value if the command line sets it, otherwise ``others``."""
+        """Return the values to try for a flag: the command line's value, or else ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def storages(self) -> list[tuple[str, str]]:
@@ -376,7 +376,7 @@ def choose(
 
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     """Choose and print the best candidate on rank 0. Return its flags and mesh, or raise the error, on every rank. All
-    ranks must call this together."""
+    ranks must call this."""
     found = None, None
     where, origin = circumstances(flags, mesh)
     if mesh.is_main:
@@ -393,10 +393,10 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
-    """Return the run's circumstances, and the source of the hardware's measurements. All ranks must call this together.
+    """Return the run's circumstances, and the source of the hardware's measurements. All ranks must call this.
 
-    The capacity is the usable memory of the smallest GPU or, without GPUs, the least usable host memory per rank.
-    Raises ValueError if --hardware is wrong.
+    The capacity is the smallest GPU's usable memory or, without GPUs, the least usable host memory per rank. Raises
+    ValueError if --hardware is wrong.
     """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
@@ -460,7 +460,7 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
     # fsdp needs less memory than zero2, because it also shards the frozen weights
     plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))
     public, stored = isinstance(config, PublicConfig), [("bf16", flags.offload)]
-    # try only levels whose memory can be estimated
+    # only levels with a memory estimate
     known = ("none", BUT_ATTENTION) if public else RECOMPUTE
     levels = [(level, False) for level in options("recompute", *known)] + [("none", True)]
     if public:
@@ -600,7 +600,7 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
 
 def fit_on_ranks(flags: TrainConfig, mesh: Mesh) -> TrainConfig:
     """Choose and print the settings on rank 0. Return the flags, or raise the error, on every rank. All ranks must call
-    this together."""
+    this."""
     found = None, None
     where, _ = circumstances(flags, mesh)
     if mesh.is_main:

@@ -192,7 +192,7 @@ def best_checkpoint(run: Run, evaluated: str | None) -> BestCheckpoint | None:
 
 
 def sharded_checkpoints(run: Run, engine: Engine) -> bool:
-    """Return True on every rank if every rank writes its own shards (--checkpoint_format).
+    """Return True, on every rank, if each rank writes its shards (--checkpoint_format).
 
     "auto" means shards if the plugin prefers them, for pipelines, or if a host's memory is too small for full tensors.
     """

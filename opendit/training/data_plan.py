@@ -1,4 +1,4 @@
-"""Open the data of a run, fit its captions and shapes to the flags, and choose the order of its samples."""
+"""Open a run's data, fit captions and shapes to the flags, and choose the order of the samples."""
 
 import math
 from contextlib import suppress
@@ -31,7 +31,7 @@ from opendit.parallel.mesh import Mesh
 
 
 def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train") -> MediaDataset:
-    """Open the data set of --data_path, split "train" or "test". Raises the same errors as ``build_dataset``."""
+    """Open the data set of --data_path, split "train" or "test". Raises the errors of ``build_dataset``."""
     return build_dataset(
         flags.data_path,
         flags.image_size,
@@ -80,8 +80,8 @@ def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list
 def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
     """Return the training data set, and the validation data set or None.
 
-    Raises ValueError, OSError or DataError, naming the flag, if --validate_path can't be read or has another kind of
-    data, or if no samples remain for training.
+    Raises ValueError, OSError or DataError, naming the flag, if --validate_path can't be read or holds other kinds of
+    samples, or if no samples remain for training.
     """
     if not flags.validates:
         return dataset, None
@@ -91,7 +91,7 @@ def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, M
 
 
 def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
-    """Open the data set of --validate_path, or its test split if it has one."""
+    """Open the data set of --validate_path; its test split, if there is one."""
     path = flags.validate_path
     theirs = replace(flags, data_path=path, random_flip=False)
     try:
@@ -142,7 +142,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
         cached, given = about.text_encoder, flags.text_encoder
         other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
-        # for a public model (its folder may have moved), _public_model makes this check
+        # for a public model, _public_model checks this, because the folder may have moved
         if other and not family_in(flags.model):
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
@@ -177,7 +177,7 @@ def fit_captions(
     """Set the ``bytes`` encoder's number of tokens. Return the flags, and notes on captions that are cut or empty.
 
     The number is --max_text_tokens, or else taken from the model to start from (``keeps``), or else from the data. All
-    ranks must call this together; rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
+    ranks must call this; rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
     """
     given = flags.max_text_tokens
     resolved, _ = resolve_captions(flags, dataset)
@@ -321,7 +321,7 @@ def make_schedule(
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
     """Return ``parts`` of :func:`make_schedule` for a resumed run, from its fingerprint ``stored``.
 
-    Return None if it is unknown, or if a rank's micro-batch would mix groups. With expert parallelism, the
+    Return None if the number is unknown, or if a rank's micro-batch would mix groups. With expert parallelism, the
     micro-batches of ``experts`` ranks must have one shape.
     """
     split = str(stored.get("split", "")).split(" x ")

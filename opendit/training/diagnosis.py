@@ -1,4 +1,4 @@
-"""Find the first module whose output is not finite, by repeating the last step's forward passes with hooks.
+"""Find the first module with a non-finite output, by repeating the last step's forward passes with hooks.
 
 Normal steps only keep a reference to their batches until the next step. Repeated passes give the same results: a step
 with non-finite gradients changes no weight, and all randomness is keyed by the sample.
@@ -59,7 +59,7 @@ class Diagnosis:
         self._batches.append(batch)
 
     def find(self, gradients: bool) -> str:
-        """Describe the first tensor that was not finite, and name the samples. All ranks must call this together.
+        """Describe the first tensor that was not finite, and name the samples. All ranks must call this.
 
         With ``gradients``, also search the backward pass if the forward passes were finite. The search overwrites the
         engine's gradients.

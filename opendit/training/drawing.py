@@ -41,10 +41,10 @@ class EMASampler:
 
     @contextlib.contextmanager
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
-        """Yield a model with the EMA weights. All ranks must call this together. Rank 0 and the ranks that share its
-        samples get the model, or all ranks with ``everywhere``; the remaining ranks get None. During the block, the
-        training module holds the EMA weights; if the plugin has sharded this module, the model is a second one. Memory
-        for drawing does not count in the training's peak.
+        """Yield a model with the EMA weights. All ranks must call this. Rank 0 and the ranks that share its samples get
+        the model (with ``everywhere``, all ranks); other ranks get None. The model is the training module with replaced
+        weights, or a second module if the plugin shards the first. Memory for drawing does not count in the training's
+        peak.
         """
         run, trained = self._run, monitoring.allocated_gib()
         model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
@@ -82,8 +82,8 @@ class EMASampler:
     def batches(
         self, model: DiT, y: Condition, index: Tensor, steps: int, cfg_scale: float
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (index, latents) for batches of samples with the conditions ``y``. Ranks that share samples must call
-        this together.
+        """Yield (index, latents) for batches of samples with the conditions ``y``. All ranks that share samples must
+        call this.
 
         index: (N,), keys of the samples' noise. cfg_scale: scale in the convention of the model's published pipeline,
         see ``guidance_of``.
@@ -112,7 +112,7 @@ class SampleGrids:
         self._run, self._sampler = run, sampler
 
     def draw(self, step: int) -> None:
-        """Draw the grid on rank 0 and the ranks that share its samples. All ranks must call this together."""
+        """Draw the grid on rank 0 and the ranks that share its samples. All ranks must call this."""
         if self._run.codec is None:
             return
         with self._sampler.model() as model:

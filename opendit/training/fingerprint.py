@@ -237,7 +237,7 @@ def _network(folder: Path) -> str:
 
 @cache
 def code() -> dict[str, str | None]:
-    """Return the versions of this package (with a hash of the source files) and of the libraries that compute."""
+    """Return the versions of this package (with a hash of the source files) and of the libraries in use."""
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
     names = (str(path.relative_to(package)) for path in files)
@@ -368,7 +368,7 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
     )
 
 
-# Entry -> function that returns True if a difference needs no line: it has no effect, or another line reports it.
+# Entry -> function that returns True if a difference needs no line: no effect, or reported in another line.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
     # The last step is None without a cosine schedule. If only one run has a cosine schedule, the line about the

@@ -1,8 +1,8 @@
 """End a run early, after the same step on all ranks, and report the reason to the script that started the run.
 
 After SIGTERM, SIGINT or SIGUSR1 (which schedulers send before a time limit), or when --max_hours is over, the run
-finishes its step, saves and ends. If a rank can't read its data any more, the run drops the current step, saves and
-ends with an error. The report is ended.json in the run's folder, and exit code 75 if the run should be started again.
+finishes its step, saves and ends. If a rank can't read data any more, the run drops the current step, saves and ends
+with an error. The report is ended.json in the run's folder. Exit code 75 means that the run should be started again.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Interrupt:
 
     Attributes:
         alone: True if there are no other ranks.
-        lost: the error if this rank could not read its data for the current step and used an earlier batch instead.
+        lost: the error if this rank could not read data for the current step and used an earlier batch.
     """
 
     def __init__(self, mesh: Mesh, hours: float | None = None, save_seconds: Callable[[], float] = lambda: 0.0):
@@ -67,8 +67,8 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if kind is not None and self._mesh.world_size > 1:
-            # When a rank has ended, torchrun sends SIGTERM to all others. Ignore the signal: this rank must first
-            # report its error and close its files. The Supervisor limits the time.
+            # When a rank has ended, torchrun sends SIGTERM to all others. Ignore the signal, because this rank must
+            # first report an error and close files. The Supervisor limits the time.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self) -> None:

@@ -58,10 +58,10 @@ class Setup:
 
     Attributes:
         fused: True if one kernel computes LayerNorm and modulation.
-        reshard: "auto" counts as "after_forward", which needs less memory; see :func:`resolve_sharding`.
+        reshard: "auto" counts as "after_forward", with less memory; see :func:`resolve_sharding`.
         keep_gradients: True if fsdp sums full gradients over the micro-batches and reduces once. None counts as False.
         absent: number of parameters that a pipeline stage does not hold, not counting blocks.
-        trained: number of LoRA weights of a pipeline stage; None without pipelines or LoRA.
+        trained: a pipeline stage's number of LoRA weights; None without pipelines or LoRA.
         held_micro_batches: number of micro-batches with activations on a stage at once.
         encoders: bytes of frozen encoders that stay on the GPU during training.
         muon: precision of Muon's orthogonalisation; its matrices have only one moment. None for AdamW.
@@ -129,7 +129,7 @@ class Setup:
 
     @property
     def alike(self) -> int:
-        """Number of ranks that hold the same slice of every layer and divide the slice's state."""
+        """Number of ranks with equal slices of every layer. They divide the slice's state."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
@@ -305,7 +305,7 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    """Return a rank's number of parameters of the model and of one block. With tensor parallelism, only its slices
+    """Return a rank's number of parameters in the model and in one block. With tensor parallelism, only slices
     count."""
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
@@ -516,7 +516,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
-    """Suggest the first change with which a step fits in ``capacity`` bytes; None if it fits already.
+    """Suggest the first change with which a step fits in ``capacity`` bytes; None if the step fits already.
 
     In order: recompute parts of blocks, or blocks; move state to host memory (fsdp); smaller micro-batches; 8-bit
     moments; share samples between ranks; more ranks.
@@ -649,8 +649,8 @@ USABLE_OF_A_HOST = 0.8
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Return this machine's bytes of memory, or the limit of this process's container (control group) if it is lower.
-    root: root of the file system."""
+    """Return this machine's bytes of memory, or the container's (control group's) limit if that is lower. root: the
+    file system's root."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):  # the file is missing or does not have Linux's format
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -669,7 +669,7 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
-    """Raise ValueError if ``ranks`` processes on this machine's CPUs don't fit into its memory: Linux would kill them
+    """Raise ValueError if ``ranks`` processes on CPUs don't fit into this machine's memory: Linux would kill them
     silently."""
     needs = estimate(config, setup, batch)
     needed, there = ranks * (needs.total + needs.host_total), host_memory()

@@ -331,7 +331,7 @@ class Packing:
     ) -> tuple[Segments, Tensor | None, Tensor | None]:
         """Draw each segment's tokens for the routed blocks, with the random numbers of a run without packs.
 
-        Return the segments with their numbers of tokens, and the micro-batch's ``kept`` and ``dropped``.
+        Return the segments with the drawn numbers of tokens, and the micro-batch's ``kept`` and ``dropped``.
         """
         kept, counts, dropped = [], [], []
         for run in segments.runs:
@@ -360,8 +360,8 @@ class Packing:
     def shares(self, weights: Tensor | None, samples: int, segments_in_step: int) -> Tensor:
         """Return each segment's weight in the micro-batch's loss, (S,) float32.
 
-        With these weights, the mean over ranks and micro-batches is the mean over all samples of the step, even if
-        micro-batches have different numbers of samples. ``weights``: (S,) weights of the samples' losses; None for 1.
+        With these weights, the mean over ranks and micro-batches is the mean over the step's samples, even if
+        micro-batches differ in size. weights: (S,) weights of the samples' losses; None for 1.
         """
         weights = torch.ones(samples) if weights is None else weights.float()
         return weights * (self.micro_batches / segments_in_step)

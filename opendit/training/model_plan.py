@@ -158,8 +158,7 @@ def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> N
 def _public_model(
     flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...], cached_tokens: int
 ) -> tuple[PublicConfig, FlowObjective]:
-    """Return the configuration and objective of the public model at ``source``, for latents of these channels and this
-    size.
+    """Return configuration and objective of the public model at ``source``. channels, size: of the latents.
 
     ``cached_tokens``: tokens of cached caption embeddings, or 0. Raises ValueError if the data don't fit the model.
     """
@@ -229,7 +228,7 @@ def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str
     """Return --given_frames converted to latent frames, for clips of ``num_frames`` frames and ``latent`` latent
     frames.
 
-    Raises ValueError if they do not fill a whole number of latent frames.
+    Raises ValueError for frames that end inside a latent frame.
     """
     if asked is None or latent is None or not asked.startswith("prefix:"):
         return asked

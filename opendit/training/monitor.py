@@ -271,7 +271,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Monitor:
-    """Context manager that logs a run. Ranks other than 0 write nothing, and only take part in sums over ranks.
+    """Context manager that logs a run. Only rank 0 writes; other ranks take part in sums over ranks.
 
     Args:
         failures: counts failed writes and loggers' errors.
@@ -357,8 +357,8 @@ class Monitor:
         self._since += time.perf_counter() - began
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more: Any) -> dict[str, Any]:
-        """Write one line of the log, and return its fields. All ranks must call this together. The loss is a mean over
-        all ranks and over the steps since the last line, without skipped steps; None if all were skipped.
+        """Write one line of the log, and return its fields. All ranks must call this. The loss is a mean over all ranks
+        and over the steps since the last line, without skipped steps; None if all were skipped.
         """
         total, count = self.mesh.sum(self._sums).tolist()
         loss = total / count if count else None
@@ -405,13 +405,13 @@ class Monitor:
         return self.last
 
     def picture(self, path: Path, step: int, tag: str = "samples") -> None:
-        """Show a PNG file in TensorBoard and the other loggers. Call on rank 0."""
+        """Show a PNG file in all loggers. Call on rank 0."""
         for name, board in self.boards.items():
             with self._survive(name, step):
                 board.picture(tag, path.read_bytes(), step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Add one point to each named curve in TensorBoard and the other loggers. Call on rank 0."""
+        """Add one point to each named curve in all loggers. Call on rank 0."""
         for name, board in self.boards.items():
             with self._survive(name, step):
                 board.scalars(values, step)
@@ -485,10 +485,10 @@ TIMED = 32  # number of micro-batches before each line of the log whose forward 
 class Pace:
     """Timer of each rank's data waits and forward passes, to find a slow rank. With one rank it does nothing.
 
-    Ranks wait for each other, so a step takes equally long on all. Only the wait for data and the forward pass before
-    the first communication differ. If the forward pass waits for other ranks (Gemini's gathers, sequence parallelism)
-    or is in a CUDA graph, only the wait for data shows a slow rank. The host reads the GPU's timers only when it logs a
-    line.
+    A step takes equally long on all ranks, because ranks wait for each other. Only the wait for data and the forward
+    pass before the first communication differ. If the forward pass waits for other ranks (Gemini's gathers, sequence
+    parallelism) or is in a CUDA graph, only the wait for data shows a slow rank. The host reads the GPU's timers only
+    when it logs a line.
     """
 
     def __init__(self, mesh: Mesh):
@@ -518,7 +518,7 @@ class Pace:
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
         """Return fields for a line of the log: the slowest rank, and its time divided by the other ranks' median.
-        steps: number of steps since the last line. All ranks must call this together, after the host has waited for the
+        steps: number of steps since the last line. All ranks must call this, after the host has waited for the
         device."""
         if self._channel is None:
             return {}

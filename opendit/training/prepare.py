@@ -293,7 +293,7 @@ def agree_on_attention(
     mesh: Mesh,
     notes: list[str],
 ) -> KernelChoice:
-    """Choose the attention kernel on rank 0, and use it on every rank. All ranks must call this together.
+    """Choose the attention kernel on rank 0, and use it on every rank. All ranks must call this.
 
     Attention kernels round differently, so with --attention auto a resumed run prefers its checkpoint's kernel. On a
     GPU, --deterministic avoids cuDNN, which sums dq in any order. It uses torch's FlashAttention, or in fp32 the

@@ -36,7 +36,7 @@ KINDS = (
 
 
 class Work(NamedTuple):
-    """A kernel or operator, with its total time in microseconds and its number of calls in the recorded steps."""
+    """A kernel or operator: total time in microseconds, and number of calls, in the recorded steps."""
 
     name: str
     time: float
@@ -140,7 +140,7 @@ class StepProfiler:
 
 
 def works_of(recorded: profile, cuda: bool) -> list[Work]:
-    """Return a profile's kernels if ``cuda``, else its operators with their self time."""
+    """Return a profile's kernels if ``cuda``, else the operators (self time)."""
     events = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
     if cuda:
         events = [event for event in events if event.device_type == DeviceType.CUDA]

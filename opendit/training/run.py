@@ -162,7 +162,7 @@ class Batches:
         try:
             return next(self._loader)
         except DataError as error:
-            if self._last is None:  # there is nothing to save, because no step has been made since this start
+            if self._last is None:  # nothing to save: no step since this start
                 raise
             if self._interrupt.alone:
                 raise NoData(str(error)) from error
@@ -199,7 +199,7 @@ def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str
 
 
 def _path_or_name(value: str | None) -> str | None:
-    """Return an encoder's name, or the absolute path of its folder, as checkpoints store it."""
+    """Return an encoder's name or the absolute path of a folder, for checkpoints."""
     folder = value is not None and value not in KNOWN and Path(value).expanduser()
     return str(folder.resolve()) if folder and folder.exists() else value
 
@@ -224,7 +224,7 @@ class LearningRate:
 
 
 class TrainingFlops:
-    """Counter of the FLOPs of training a model or its LoRA on latents of any size."""
+    """Counter of FLOPs for training a model, or its LoRA, on latents of any size."""
 
     def __init__(self, config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None):
         self._patch = config.patch
@@ -464,6 +464,6 @@ class Run:
         self.interrupt.leave()
 
     def failed_writes(self) -> int:
-        """Return the number of failed saves and other writes, the same on every rank. All ranks must call this."""
+        """Return the number of failed saves and other writes, equal on every rank. All ranks must call this."""
         # Rank 0 counts the failed writes, and every rank adds this count.
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)

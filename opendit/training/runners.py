@@ -117,7 +117,7 @@ class EagerRunner(Runner):
 
 @dataclass
 class Recording:
-    """A recorded micro-batch: the graph's inputs, the loss and gradients that it writes, and its replay."""
+    """A recorded micro-batch: the graph's inputs, its outputs (loss and gradients), and the function to replay it."""
 
     inputs: MicroBatch
     loss: Tensor
@@ -195,10 +195,9 @@ class PipelineRunner(Runner):
     Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent. All ranks must
     construct their runners together, because this connects the ``links`` between stages.
 
-    torch.distributed.pipelining is not used, for two reasons. In torch 2.11 its ``schedule.step(target=)`` splits one
-    tensor, but the loss needs everything that the objective has prepared. Its stages call autograd directly, but here
-    an engine runs the backward passes, because it scales the loss and reduces gradients in buckets (zero2) or only in
-    the last pass (fsdp).
+    torch.distributed.pipelining is not used, for two reasons. In torch 2.11 ``schedule.step(target=)`` splits one
+    tensor, but the loss has several inputs. And its stages call autograd directly, but here the engine must run the
+    backward passes: engines scale the loss, and reduce gradients in buckets (zero2) or only in the last pass (fsdp).
     """
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
@@ -322,7 +321,7 @@ def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False
 
 @contextmanager
 def torch_operations(model: DiT) -> Iterator[None]:
-    """Context in which a model uses torch's operations, which have forward-mode derivatives, instead of kernels."""
+    """Context in which a model uses torch's operations instead of kernels. They have forward-mode derivatives."""
     parts = (model, *model.blocks, model.final_layer)
     attentions = [module for module in model.blocks.modules() if isinstance(module, Attention)]
     before = [part.ops for part in parts], [module.attend for module in attentions]

@@ -105,8 +105,8 @@ def span(ranks: int, stride: int, node: int) -> Span:
 def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, float]:
     """Return an all-gather's or reduce-scatter's traffic, and the fraction that computation hides. size: total bytes.
 
-    Every machine receives the other machines' data once, over all its links at once, and distributes the data to its
-    ranks. The slower transfer determines the time.
+    Every machine receives the other machines' data once, over all links at once, and distributes it to the ranks. The
+    slower of the two transfers determines the time.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -250,8 +250,8 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield (kind, traffic) for weights and gradients between ranks that hold the same slice of every layer. work:
-        seconds of computation per micro-batch, to hide transfers behind."""
+        """Yield (kind, traffic) for weights and gradients between ranks with equal slices of every layer. work: seconds
+        of computation per micro-batch, to hide transfers behind."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
@@ -299,7 +299,7 @@ class _Step:
             yield "gradients of copies", beside(summed, backward) * 2
 
     def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
-        """Return a micro-batch's traffic between ranks that share its sequences, and their strategy (None for one
+        """Return a micro-batch's traffic between ranks that share sequences, and the ranks' strategy (None for one
         rank). Raises ValueError if no strategy works."""
         setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
         if ranks == 1:

@@ -1,4 +1,4 @@
-"""Print what a run would need (--dry_run), its settings before the first step, and its results at the end."""
+"""Print what a run would need (--dry_run), the settings before the first step, and the results at the end."""
 
 import math
 import shlex

@@ -192,9 +192,9 @@ class FixedBatch(NamedTuple):
 class Validation:
     """Measures the objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
 
-    For the same weights and --batch_size the results are bit-identical on any number of data-parallel ranks: one rank
-    computes each micro-batch, and sums are exact. The constructor reads and encodes the samples; latents stay in host
-    memory. Construct and call on every rank.
+    For the same weights and --batch_size the results are bit-identical on any number of data-parallel ranks: each
+    micro-batch is computed by one rank, and sums are exact. The constructor reads and encodes the samples; latents stay
+    in host memory. Construct and call on every rank.
     """
 
     def __init__(self, run: Run):
@@ -270,7 +270,7 @@ class Validation:
 
     def after(self, step: int) -> dict[str, Any]:
         """Validate after ``step``. Return the fields for the step's line in the log; a mean that is not finite is None.
-        All ranks must call this together."""
+        All ranks must call this."""
         began = time.perf_counter()
         trained = monitoring.allocated_gib()
         losses = self.losses().tolist()
