@@ -50,8 +50,8 @@ class TokenGrid:
             the sequence, (N, D / 2, 2) covers only the tokens and heads that this rank projects.
         learned: Learned positions (1 or B, n, D) of this rank's tokens, if every block adds them.
         shards: Division of the sequence over ranks.
-        packed: Segments of a pack. If ranks divide the pack, only this rank's tokens.
-        streams: Each stream's token count. Except in packs, the sequence holds one stream after the other.
+        packed: Segments of a pack. If ranks divide the pack, only those in this rank's range of tokens.
+        streams: Each stream's token count. Except in packs, the sequence holds one stream after another.
         keys: Mask (B, N) bool, True for tokens to attend to; None for all tokens.
         interleaved: Order of the tokens in a pack with several streams; None otherwise.
         vectors: Index of each token's modulation vector, (B, n) int64, non-decreasing; None if a sample has one vector.
@@ -157,7 +157,7 @@ class SequenceShards(Protocol):
         ...
 
     def of_length(self, length: int) -> "SequenceShards":
-        """Return the division of a sequence of another length over the same ranks."""
+        """Return the division of a sequence of length ``length`` over these ranks."""
         ...
 
     def start_experts(self, mlp: Any, y: Tensor) -> Any:
@@ -182,7 +182,7 @@ class SequenceShards(Protocol):
     def attention_of_streams(
         self, projected: Sequence[tuple[Tensor, ...]], attend: "GridAttention"
     ) -> Sequence[Tensor]:
-        """Return the attention output (B, n, D) of each stream, given q, k, v (B, n, H, d) of each stream."""
+        """Return each stream's attention output (B, n, D) for each stream's q, k, v (B, n, H, d)."""
         ...
 
 
@@ -306,8 +306,8 @@ class Attention(nn.Module):
 @dataclass(frozen=True)
 class GridAttention:
     """A layer's attention between the tokens of a grid, for sequence-parallel strategies. A call with q, k, v (B, H, N,
-    d) of all tokens returns (B, H, N, d). A strategy that processes keys in parts calls :meth:`prepare` for each
-    part."""
+    d) of all tokens returns (B, H, N, d). A strategy that receives keys in blocks calls :meth:`prepare` for each
+    block."""
 
     layer: Attention
     grid: TokenGrid | None

@@ -26,8 +26,8 @@ from opendit.models.layers import TIME_FREQUENCIES, timestep_embedding
 # ------------------------------------------------------------------------------------------ representation alignment
 #
 # This loss maximises the cosine similarity between an intermediate block's projected tokens and a frozen vision
-# encoder's features of the clean picture. The projector is saved with the model. Only the projector and the blocks
-# before it get gradients from this loss.
+# encoder's features of the clean picture. The projector is saved with the model. Only the projector and the earlier
+# blocks get gradients from this loss.
 
 PROJECTED = 2048  # hidden width of [R]'s projector
 # [I] subtracts this fraction of the mean over tokens from the encoder's features. The paper's appendix uses 0.6 to 0.8.
@@ -158,8 +158,7 @@ class Fusion(nn.Module):
 
 
 class _KeptTokens(torch.autograd.Function):
-    """x.gather(1, index) for distinct indices, with a faster backward pass: it copies gradients instead of adding
-    them."""
+    """x.gather(1, index) for distinct indices, with a faster backward pass: gradients are copied instead of added."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def run_routed(
     dropped: Tensor | None = None,
     checkpointed: bool | str = False,
 ) -> Tensor:
-    """Run all blocks on x (B, N, D) like :func:`run_blocks`. The blocks of a route process only the tokens ``kept``.
+    """Run all blocks on x (B, N, D) like :func:`run_blocks`. A route's blocks process only the tokens ``kept``.
 
     If ranks divide the sequence, x holds this rank's tokens. Ranks gather all tokens before and after the route, to
     divide the kept tokens evenly.
@@ -237,8 +236,8 @@ def run_on_kept(
 
 
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:
-    """Return the grid of the tokens ``kept`` (B, n). Samples keep different tokens, so position tables get a batch
-    dimension, except a pack's rotary table."""
+    """Return the grid of the tokens ``kept`` (B, n). Position tables get a batch dimension, because samples keep
+    different tokens; only a pack's rotary table has none."""
     rotary = None if grid.rotary is None else grid.rotary[kept if grid.packed is None else kept[0]]
     learned, shards = grid.learned, grid.shards
     few = None if shards is None else shards.of_length(kept.shape[1])

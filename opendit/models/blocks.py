@@ -196,8 +196,7 @@ class ResidualStream:
     branch's output is added to x only when x is read.
 
     A fused operation can then compute the sum and the next norm in one pass. Callers must keep no references to x and
-    to branch outputs, so that their memory is freed as soon as they are added. rows: see :func:`of_rows`. stack: False
-    for a single block.
+    to branch outputs, so that their memory is freed early. rows: see :func:`of_rows`. stack: False for a single block.
     """
 
     def __init__(self, x: Tensor, rows: tuple[Tensor, ...] = (), stack: bool = False):
@@ -272,8 +271,8 @@ class Block(nn.Module):
     """A Transformer block that maps x (B, N, D) to (B, N, D), built from any specification.
 
     Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So FSDP2 shard units,
-    pipeline stages, checkpoints and compiled regions can begin at any block. A shard unit has its weights only during
-    its call, so it computes the modulation there: ``block(x, (c, shared), ...)``.
+    pipeline stages, checkpoints and compiled regions can begin at any block. An FSDP2 shard unit has weights only
+    during a call, and computes the modulation in the call: ``block(x, (c, shared), ...)``.
     """
 
     mlp: Mlp
@@ -378,8 +377,8 @@ class Block(nn.Module):
         return x + self.cross_attn(norm(x), *context, grid=grid, ops=self.ops)
 
     def keys_values(self, context: Context | None) -> Context | None:
-        """Replace the tokens of the context by this block's keys and values, so that several calls can reuse them.
-        Without cross-attention, return the context unchanged."""
+        """Replace the context's tokens by this block's keys and values, for use in several calls. Without
+        cross-attention, return the context unchanged."""
         attention = getattr(self, "cross_attn", None)
         if attention is None or context is None:
             return context
@@ -441,8 +440,8 @@ class SharedModulation(nn.Module):
 
 class JointBlock(nn.Module):
     """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
-    2024, fig. 2). x (B, N, D) holds one stream after the other; in a pack, each segment does. ``grid.streams`` holds
-    the streams' token counts."""
+    2024, fig. 2). x (B, N, D) holds one stream after another; in a pack, each segment does. ``grid.streams`` holds the
+    streams' token counts."""
 
     recomputed = True
 
@@ -621,7 +620,7 @@ class FinalLayer(nn.Module):
 
     values: names of the modulation's vectors, in order; without "shift" the shift is 0. table: True if the modulation
     is c plus a learned table. condition: width of c; None for D. rank: rank of this layer's correction of the blocks'
-    shared modulation; None for a full-rank modulation of its own.
+    shared modulation; None for a separate full-rank modulation.
     """
 
     def __init__(

@@ -22,9 +22,9 @@ from opendit.models.positions import sincos_position_table
 class TextConfig:
     """The caption settings of a model's configuration."""
 
-    # name of the encoder: "bytes" is part of the model; others (clip, t5) are frozen and outside of the model
+    # name of the encoder: "bytes" is inside the model; clip and t5 are frozen and outside
     name: str
-    width: int  # width of the encoder's tokens and of its pooled vector
+    width: int  # width of the encoder's tokens and pooled vector
     max_tokens: int  # every caption is padded or cut to this number of tokens
     cross_attention: bool = False  # True if blocks attend to the tokens; False if only the pooled vector is used
 
@@ -113,7 +113,7 @@ def of_same_pictures(null: Condition, y: Condition) -> Condition:
 
 
 def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]:
-    """Pad the captions of two conditions with zeros to the same number of tokens. Return labels and ids unchanged."""
+    """Pad the captions of two conditions with zeros to equal length. Return labels and ids unchanged."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one, other
     length = max(one.tokens.shape[1], other.tokens.shape[1])
@@ -203,7 +203,7 @@ def in_place(x: Tensor, channels: int) -> Tensor:
 
 
 def first_frames_alone(pixels: Tensor) -> Tensor:
-    """Return clips (B, 3, T, H, W) in [-1, 1] with all frames after the first one made grey."""
+    """Return clips (B, 3, T, H, W) in [-1, 1] with grey frames after the first one."""
     grey = torch.zeros_like(pixels)
     grey[:, :, 0] = pixels[:, :, 0]
     return grey

@@ -16,13 +16,13 @@ from opendit.models.layers import TIME_FREQUENCIES, Options
 from opendit.models.positions import rotary_shares
 
 # The newest revision of models. A configuration describes different models in different revisions:
-#   1 With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
+#   1  With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
 #      before the first block. Files without a revision have revision 1.
 #   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
 # New runs use the newest revision. Checkpoints keep their revision, also when they are resumed or converted.
 REVISION = 2
-LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if they are set
+LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if set
 # fields that can change an architecture's default norm or MLP -> their allowed values
 EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}
 
@@ -34,11 +34,11 @@ class DiTConfig:
     (then num_classes is None)."""
 
     kind: ClassVar[str] = "dit"
-    axial_attention: ClassVar[bool] = False  # True if blocks attend along the axes of the tokens' grid
+    axial_attention: ClassVar[bool] = False  # True if blocks attend along the grid's axes
     plain_projections: ClassVar[bool] = True  # True if q, k and v of a block are one matrix product
     why_no_packs: ClassVar[str] = ""  # the reason why models of this kind do not support packs; "" if they do
 
-    input_size: tuple[int, ...]  # (height, width) of a picture's latents, or (frames, height, width) of a clip's
+    input_size: tuple[int, ...]  # (height, width) or (frames, height, width) of latents
     patch_size: int | tuple[int, int, int]  # side of a square patch of a picture, or (frames, rows, columns)
     in_channels: int
     hidden_size: int
@@ -148,8 +148,8 @@ class DiTConfig:
         return self.grid_of(self.input_size)
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the number of patches along each side of an input of ``size``. A single frame is repeated to fill one
-        patch. Raises ValueError if the patch does not divide the size."""
+        """Return the number of patches along each side of ``size``. A single frame is repeated to fill one patch.
+        Raises ValueError if the patch does not divide the size."""
         if self.is_video and size[0] == 1:
             size = (self.patch[0], *size[1:])
         if len(size) != len(self.patch) or any(s < 1 or s % p for s, p in zip(size, self.patch, strict=False)):
@@ -162,8 +162,8 @@ class DiTConfig:
 
     @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Fixed position tables: name of the buffer -> width of the table and sides of its grid. Tables are always
-        computed; a file's tensors with these names are unused. ``pos_embed`` is Meta's name."""
+        """Fixed position tables: buffer name -> (table width, sides of the grid). Tables are always computed; a file's
+        tensors with these names are unused. ``pos_embed`` is Meta's name."""
         tables: dict[str, tuple[int, tuple[int, ...]]] = {}
         if self.positions == "sincos":
             tables["pos_embed"] = self.hidden_size, self.grid[-2:]
@@ -215,9 +215,9 @@ class DiTConfig:
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the kind as a dictionary for JSON. Some fields are left out so that earlier versions of
-        OpenDiT can read the dictionary: ``norm`` and ``mlp`` if they have the architecture's default values, and fields
-        in LATER if they are not set."""
+        """Return the fields and the kind as a dictionary for JSON. ``norm`` and ``mlp`` with the architecture's default
+        values are left out, and fields in LATER that are not set, so that earlier versions of OpenDiT can read the
+        dictionary."""
         values = {"kind": self.kind, **asdict(self)}
         values = {key: value for key, value in values.items() if key not in LATER or value}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}

@@ -144,8 +144,8 @@ class DiT(nn.Module):
         sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
         """Replace torch expressions by kernels or by a parallel strategy; return self. With ``sequence`` several ranks
-        divide each sample's tokens. They call the model with the same arguments, and each gets the complete output. A
-        rank's gradients come from its tokens only and are multiplied by the number of ranks."""
+        divide each sample's tokens. All call the model with equal arguments and get the complete output. A rank's
+        gradients come only from this rank's tokens, times the number of ranks."""
         self.sequence = sequence
         for part in (self, *self.blocks, self.final_layer):
             part.ops = ops or BlockOps()

@@ -27,7 +27,7 @@ from opendit.models.layers import Projection
 from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import Weights, build_model, model_shapes
 
-TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # default targets: all linear layers of attention and MLP
+TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # default targets: attention's and MLP's linear layers
 OUTSIDE = ("media_refiner", "text_refiner", "final_layer")  # modules outside of the blocks that LoRA may adapt
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # peft's suffixes of parameter names
 
@@ -127,7 +127,7 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 
 def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
-    """Return the layer as a Projection. If the layer is none, replace it in the model by a Projection with its
+    """Return the layer as a Projection. Other layers are replaced in the model by a Projection with the layer's
     parameters."""
     if isinstance(layer, Projection):
         return layer

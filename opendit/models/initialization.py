@@ -1,15 +1,14 @@
-"""Initial values of parameters, keyed by name and position, so that any slice of a parameter can be computed
-separately.
+"""Initial values of parameters, keyed by name and position. Any slice of a parameter can be computed separately.
 
-The initial value of an element depends only on the seed, the parameter's canonical name (its name in checkpoints) and
-the element's index in the flattened canonical tensor. So each rank draws its slices alone, with the same values as in a
+An element's initial value depends only on the seed, the parameter's canonical name (in checkpoints) and the element's
+index in the flattened canonical tensor. So each rank draws its slices without communication, with the values of a
 single process. Each architecture maps patterns of parameter names to distributions (``DiT.initial_distributions``).
 
 The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which can
-compute word i of a key's stream without the preceding words. The key is a hash of seed and name. NumPy draws raw words,
-because its policy keeps their stream stable (but not its distributions). Words are drawn on the CPU, in threads, so
-that every device gets the same bits. One thread draws 346 million uniform numbers per second, PyTorch's
-``Tensor.uniform_`` 288 million.
+compute word i of a key's stream without the preceding words. The key is a hash of seed and name. NumPy draws the words;
+NumPy guarantees stable words, but not stable distributions. Words are drawn on the CPU, in threads, so that every
+device gets the same bits. One thread draws 346 million uniform numbers per second, PyTorch's ``Tensor.uniform_`` 288
+million.
 """
 
 import functools
@@ -122,7 +121,7 @@ class FanInUniform(Uniform):
 
 # Every drawn range begins and ends at a multiple of GRID. Otherwise an element's rounding could depend on the range.
 GRID = 1 << 12
-# number of elements that a thread draws at a time, in 3 ms; it holds Python's global lock for about 30 us of this
+# number of elements that a thread draws at a time, in 3 ms, of which it holds Python's global lock for about 30 us
 CHUNK = 1 << 20
 MAX_THREADS = 16
 BLOCK = 4  # 64-bit words per value of the Philox counter

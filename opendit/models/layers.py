@@ -89,7 +89,7 @@ class LowRank(NamedTuple):
 
 class StoredWeight(ABC):
     """A frozen weight (out, in) that is stored in another form, such as quantised. Matrix products compute the dense
-    weight when they need it. ``shape`` and ``dtype`` describe the dense weight."""
+    weight on demand. ``shape`` and ``dtype`` describe the dense weight."""
 
     requires_grad: ClassVar[bool] = False
 
@@ -311,10 +311,10 @@ class BlockOps:
     - ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)`` computes the residual connection and
       the norm in one pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
     - ``residual_layernorm_modulate(x, shift, scale)`` returns (x, layernorm_modulate(x, shift, scale)).
-    - The two operations with ``rmsnorm`` in their names do the same with an RMSNorm, the argument before ``shift``.
+    - The two operations with ``rmsnorm`` in their names use an RMSNorm instead, the argument before ``shift``.
     - ``join_heads(streams)`` gets (q, k, v, q_norm, k_norm, table) for every stream of a joint sequence, normalises and
       rotates q and k like ``normalise_rotate``, and returns q, k and v (B, N, H, d) of all tokens.
-    - ``swiglu`` gets the linear layer's output, because blocks with SwiGLU have no biases by default.
+    - ``swiglu`` gets the linear layer's output.
 
     Every operation with a shift, a scale or a gate (B, D) accepts one more tensor as its last argument,
     ``sample_of_row`` (see :func:`over_rows`). Blocks pass ``*of_rows``. It is empty unless the tokens are a pack or
@@ -409,7 +409,7 @@ class Options:
         qk_norm: True to normalise queries and keys.
         adaln_lora: Rank of the modulation's weights; None for full rank.
         shared_modulation: True if a block's modulation is a correction added to a modulation that all blocks share.
-        qk_across: True if the norms of queries and keys are over all channels of a token instead of one head.
+        qk_across: True if queries and keys are normalised over all channels instead of one head's.
         qk_eps: Epsilon of the norms of queries and keys.
         attends_padding: True if cross-attention also attends to the caption's padding.
         operations_across: True to run cross-attention's layers on media tokens through ``BlockOps``, for example in

@@ -49,15 +49,15 @@ class Column:
 class Row:
     """Ranks have different input features of a linear layer: slices of the weight along dimension 1. The output is the
     sum of the ranks' products. The bias is added to the sum once and is :class:`Replicated`. ``heads``: number of
-    attention heads in the input, which are never split between ranks; None without heads."""
+    attention heads in the input, never split between ranks; None without heads."""
 
     heads: int | None = None
 
 
 @dataclass(frozen=True)
 class Heads:
-    """A :class:`Column` rule that never splits an attention head between ranks. A query head is on the same rank as the
-    key and value heads that it uses.
+    """A :class:`Column` rule that never splits an attention head between ranks. A query head is on the rank of the key
+    and value heads that it uses.
 
     Attributes:
         heads: Number of heads in each concatenated section: (H, K, K) for a fused qkv projection with H query heads and
@@ -125,7 +125,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory kept for the backward pass. units: tensors (tokens, hidden size) per sample. numbers: further values per
+    """Memory for the backward pass. units: tensors (tokens, hidden size) per sample. numbers: further values per
     sample. Both are in the activations' dtype. statistics: fp32 values per token. weights: bytes, independent of the
     batch."""
 
@@ -140,7 +140,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """The memory that a part of a block keeps for its backward pass."""
+    """One part of the memory that a block keeps for its backward pass."""
 
     part: str
     kept: Callable[[OwnConfig, Execution], Kept]
@@ -177,7 +177,7 @@ class Plan:
         memory: Terms of the memory that a block keeps for the backward pass.
         backward: Function that returns a block's peak of additional memory in the backward pass, in ``Kept.units``.
         flops: Terms of the FLOPs.
-        stages: Points at which a pipeline may cut the model.
+        stages: Points where a pipeline may cut the model.
         projections: Function from a configuration to pattern of modules -> operations (fields of BlockOps) that get the
             module as their projection. Only these operations read its weights.
         units: Patterns of modules that are shard units: each unit's parameters are gathered and freed together. The

@@ -185,11 +185,11 @@ class Rotary:
         bases: Base for each axis; () for ``base`` on every axis.
         text: Coordinates of a caption's tokens. "zero": 0 on all axes. "count": ``first``, ``first`` + 1, ... along the
             first axis; the media's tokens get the next number on this axis. "last": 0, 1, ... along an additional last
-            axis. "diagonal": the same coordinate on all axes, starting at half the media's longer side; rows and
-            columns of the media are then counted from the middle.
+            axis. "diagonal": one coordinate for all axes, counted from half the media's longer side; the media's rows
+            and columns are then counted from the middle.
         first: First coordinate for ``text`` "count".
         steps: Size of a coordinate's step along each axis; () if all heads share the rotations. With steps, a position
-            is coordinate * step / side, the axes' channels are interleaved over all heads, and heads have different
+            is coordinate * step / side. The axes' channels are interleaved over all heads, so heads have different
             angles.
         sides: Side of each axis for ``steps``.
     """

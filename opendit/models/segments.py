@@ -35,10 +35,10 @@ class SegmentRun(NamedTuple):
 class Segments:
     """The segments of a pack, in order.
 
-    grids: (frames, rows, columns) of each segment, in tokens. tokens: length N of the pack, including padding.
-    repeated: for each segment, True if a single frame is repeated to fill a patch of several frames; () for none. kept:
-    for each segment, the number of tokens that a route's blocks process; () without a route. Raises ValueError for an
-    invalid pack.
+    grids: each segment's (frames, rows, columns) in tokens. tokens: the pack's length N, including padding. repeated:
+    for each segment, True if a single frame is repeated to fill a patch of several frames; () for none. kept: for each
+    segment, the number of tokens that a route's blocks process; () without a route. Raises ValueError for an invalid
+    pack.
     """
 
     grids: tuple[Grid, ...]
@@ -65,7 +65,7 @@ class Segments:
         return cls(tuple((f, r, c) for f, r, c in whole_grids), tokens, repeated if any(repeated) else ())
 
     def of_kept(self, tokens: int) -> "Segments":
-        """Return the segments of a pack of only the kept tokens, padded to at least ``tokens`` tokens."""
+        """Return the segments for only the kept tokens, padded to at least ``tokens`` tokens."""
         return Segments(tuple((1, 1, count) for count in self.kept), max(tokens, sum(self.kept)))
 
     @cached_property
@@ -130,7 +130,7 @@ class PlacedSegments:
     def offsets_of(self, segment: int, count: int) -> Tensor:
         """Return the offsets of ``count`` segments from number ``segment`` on, and the last segment's end: (count + 1,)
         int32. The first offset is 0."""
-        made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer asks for the same offsets
+        made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer asks for these offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
             made[segment, count] = own - own[0]
@@ -290,8 +290,7 @@ def segment_cross_attention(
     (S, M). ``attend`` has the signature of ``masked_attention``."""
     runs = packed.runs
     rest = q.shape[2] - sum(run.count * run.length for run in runs)
-    # A rank may have only padding. Its result must still depend on k and v, because all ranks must have gradients for
-    # the same tensors.
+    # A rank may have only padding. The result must still depend on k and v, because all ranks need gradients for them.
     if not runs:
         return q * 0 + 0 * (k.sum() + v.sum())
     before, after = runs[0].segment, len(k) - runs[-1].segment - runs[-1].count

@@ -129,7 +129,7 @@ class Setup:
 
     @property
     def alike(self) -> int:
-        """Number of ranks with equal slices of every layer. They divide the slice's state."""
+        """Number of ranks that hold the same slice of every layer. They divide the slice's state."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property

@@ -250,8 +250,8 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield (kind, traffic) for weights and gradients between ranks with equal slices of every layer. work: seconds
-        of computation per micro-batch, to hide transfers behind."""
+        """Yield (kind, traffic) for weights and gradients between ranks that hold the same slice of every layer. work:
+        seconds of computation per micro-batch, to hide transfers behind."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
