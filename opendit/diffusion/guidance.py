@@ -35,9 +35,8 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
-    """Give the rows or patches of a guided prediction (B, C, ...) the norms that they have in the conditional
-    prediction ``cond``. parts: "row" (last dimension), "patch" (2 x 2 positions), or "" to return ``guided``
-    unchanged."""
+    """Rescale the rows or patches of a guided prediction (B, C, ...) to the norms in the conditional prediction
+    ``cond``. parts: "row" (last dimension), "patch" (2 x 2 positions), or "" to return ``guided`` unchanged."""
     if parts == "row":
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     if parts == "patch":
@@ -78,7 +77,7 @@ def cfg_model(
     if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
-        null: Any = null_y  # declared as Any, because its type is that of y
+        null: Any = null_y  # Any, because the type is y's
         y_both = joined((y, null.expand_as(y)))
     except RuntimeError as e:
         raise ValueError(f"null_y {tuple(null_y.shape)} does not expand to y {tuple(y.shape)}") from e

@@ -128,7 +128,7 @@ class State(NamedTuple):
 
 
 class StepWeights(NamedTuple):
-    """A step as weighted sums, which kernels can compute in one pass.
+    """A step as weighted sums. Kernels can compute it in one pass.
 
     The order of weights is: the state's fields, the model's outputs in this step's evaluations, the noise.
 
@@ -153,8 +153,8 @@ class Sampler(ABC):
 
     ``step`` calls ``advance(model, state, inputs)``. The model may change between steps if guidance is limited to an
     interval of noise levels (``model_at``). ``inputs`` are noise and rows of precomputed tables. ``advance`` never
-    reads a tensor on the host, so a CUDA graph can record it. A graph serves all steps with one model and with None in
-    the same inputs. The caller must disable gradients.
+    reads a tensor on the host, so a CUDA graph can record it. A graph serves all steps with one model and with equal
+    inputs set to None. The caller must disable gradients.
 
     ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
     """
@@ -195,8 +195,8 @@ class Sampler(ABC):
     @abstractmethod
     def inputs(self, i: int) -> NamedTuple:
         """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for inputs that the step lacks.
-        Instead of a 0-dim tensor, ``advance`` also accepts (B, 1, ..., 1), one value per sample, because samples of a
-        batch may be at different steps (opendit.sampling.sampling_engine)."""
+        ``advance`` also accepts (B, 1, ..., 1) instead of a 0-dim tensor, for samples at different steps
+        (opendit.sampling.sampling_engine)."""
 
     @abstractmethod
     def advance(self, model: Model, state: Any, inputs: Any) -> NamedTuple:

@@ -644,7 +644,7 @@ class FinalLayer(nn.Module):
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         """Return the modulation vectors, concatenated to (B, len(values) * D), for the condition c (B, D). shared: the
-        blocks' shared modulation, if this layer corrects it."""
+        shared modulation to correct, if any."""
         return self.adaLN_modulation(c, shared)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:

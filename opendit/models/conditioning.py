@@ -245,7 +245,7 @@ LAYERS, HEAD_SIZE, MLP_RATIO = 2, 32, 2
 
 def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
     """Encode captions as ids (B, max_tokens) int64. A caption that is too long is cut between two characters. Lone
-    surrogates, which UTF-8 can't encode, become "?". Raises ValueError if max_tokens is less than 1."""
+    surrogates become "?", because UTF-8 can't encode them. Raises ValueError if max_tokens is less than 1."""
     if max_tokens < 1:
         raise ValueError(f"--max_text_tokens {max_tokens}: not even the begin token fits; give 1 or more")
     ids = torch.full((len(captions), max_tokens), PADDING)

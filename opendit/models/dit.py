@@ -325,8 +325,8 @@ class DiT(nn.Module):
         return self.final_layer(x, next(modulations), of_rows(grid))
 
     def embed(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, TokenGrid]:
-        """Embed x (B, C, ...) and return this rank's tokens (B, n, D) with their grid. positions: positions of x's
-        grid; None to compute them here."""
+        """Embed x (B, C, ...). Return this rank's tokens (B, n, D) and the grid. positions: the grid's positions; None
+        to compute them here."""
         sizes = self.config.grid_of(tuple(x.shape[2:]))
         patches, positions = self.x_embedder.patches(x), self.positions(sizes) if positions is None else positions
         shards = None if self.sequence is None else self.sequence(patches.shape[1], sizes)
@@ -348,7 +348,7 @@ class DiT(nn.Module):
 
     def fill_tables(self, device: torch.device | None = None) -> None:
         """Compute the fixed position tables (1, N, D) on ``device`` (None: where they are). Call this after building a
-        model on the meta device, and after loading a state dict, which may contain other tables."""
+        model on the meta device, and after loading a state dict (it may contain other tables)."""
         for name, (dim, sizes) in self.config.tables.items():
             module, _, attribute = name.rpartition(".")
             owner = self.get_submodule(module)

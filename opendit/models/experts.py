@@ -1,5 +1,5 @@
-"""Expert-choice routing: besides its MLP, a block has many small expert MLPs, and each expert chooses its tokens. Zhou
-et al., "Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et al., "EC-DiT", 2024.
+"""Expert-choice routing: a block has one MLP and many small expert MLPs, and each expert chooses tokens. Zhou et al.,
+"Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et al., "EC-DiT", 2024.
 """
 
 import math
@@ -44,8 +44,8 @@ class ExpertMlp(Mlp):
     """A shared MLP and experts. A token's output is the MLP's output plus the outputs of the experts that chose the
     token. Each expert's output is multiplied by the token's affinity to the expert.
 
-    A token's affinities are a softmax over the experts. Each expert chooses the same number of tokens in every sample,
-    those with the highest affinities. So a sample's result does not depend on other samples.
+    A token's affinities are a softmax over the experts. In every sample, each expert chooses k tokens with the highest
+    affinities. So a sample's result does not depend on other samples.
 
     The experts' weights are stacks (E, in, out). With expert parallelism, a rank holds only the experts ``held``, and
     ``start`` is replaced by a method that sends tokens to other ranks.

@@ -224,7 +224,7 @@ def block_differences(found: DiTConfig, wanted: DiTConfig) -> list[str]:
 
 
 def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> None:
-    """Raise ValueError, which names the differences, unless both models have the same blocks."""
+    """Raise ValueError, naming the differences, unless both models have equal blocks."""
     if differs := block_differences(found, wanted):
         raise ValueError(
             f"--pretrained: {path} has other blocks than this run's model ({', '.join(differs)}); repeat its flags"
@@ -243,7 +243,7 @@ def adapt(
     """Decide for every parameter and buffer of ``model`` whether it comes from ``weights``, is resized or is new. The
     model is not changed and may be on the meta device.
 
-    - A tensor with the same name and shape is reused, unless it belongs to another text encoder.
+    - A tensor of equal name and shape is reused, unless it belongs to another text encoder.
     - Label table for other classes: rows for classes of equal names are reused, and the null class's row if the file
       has one. The remaining rows are new (``fresh`` returns a parameter's complete initial values).
     - Head: the channels of a learned variance are dropped, or added as zeros.

@@ -5,10 +5,9 @@ index in the flattened canonical tensor. So each rank draws its slices without c
 single process. Each architecture maps patterns of parameter names to distributions (``DiT.initial_distributions``).
 
 The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which can
-compute word i of a key's stream without the preceding words. The key is a hash of seed and name. NumPy draws the words;
-NumPy guarantees stable words, but not stable distributions. Words are drawn on the CPU, in threads, so that every
-device gets the same bits. One thread draws 346 million uniform numbers per second, PyTorch's ``Tensor.uniform_`` 288
-million.
+compute any word of a key's stream separately. The key is a hash of seed and name. NumPy draws the words, because NumPy
+guarantees that they stay stable (but not distributions). Words are drawn on the CPU, in threads, so that all devices
+get equal bits. One thread draws 346 million uniform numbers per second, PyTorch's ``Tensor.uniform_`` 288 million.
 """
 
 import functools

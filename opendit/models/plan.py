@@ -179,7 +179,7 @@ class Plan:
         flops: Terms of the FLOPs.
         stages: Points where a pipeline may cut the model.
         projections: Function from a configuration to pattern of modules -> operations (fields of BlockOps) that get the
-            module as their projection. Only these operations read its weights.
+            module as their projection. Only these operations read the weights.
         units: Patterns of modules that are shard units: each unit's parameters are gathered and freed together. The
             remaining modules form one more unit. A block's modulation belongs to the block's unit, because a separate
             unit would make the backward pass wait for the block's reduction.

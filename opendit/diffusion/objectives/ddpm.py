@@ -6,10 +6,9 @@
     [B] Hoogeboom, Heek, Salimans, "simple diffusion", 2023
     [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
 
-The network predicts the noise eps. In C additional channels it predicts the variance output v, which interpolates the
-reverse step's log variance between two bounds ([N]). With v-prediction, the velocity of [S] replaces eps.
-``alphas_cumprod`` is the papers' bar-alpha. The schedule's tables are float64 on the CPU, and methods look up values in
-float32.
+The network predicts the noise eps. In C additional channels it predicts v, which interpolates the reverse step's log
+variance between two bounds ([N]). With v-prediction, the velocity of [S] replaces eps. ``alphas_cumprod`` is the
+papers' bar-alpha. The schedule's tables are float64 on the CPU, and methods look up values in float32.
 """
 
 import functools
@@ -28,7 +27,7 @@ from opendit.diffusion.samplers import LinearForm, Model, Trajectory, at_least_f
 
 
 def linear_betas(T: int = 1000) -> Tensor:
-    """Return the betas of [H]'s linear schedule, (T,) float64, scaled by 1000 / T to end at about the same noise.
+    """Return the betas of [H]'s linear schedule, (T,) float64, scaled by 1000 / T to end at similar noise for every T.
     Raises ValueError if ``T`` is 20 or less, because the last beta would be 1 or more."""
     scale = 1000 / T if T > 0 else math.inf
     if 0.02 * scale >= 1:
@@ -65,7 +64,8 @@ class DDPM:
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
         """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep. [B] eq. 4 uses d / 64
-        for pictures of d pixels per side. ``shift_times`` does the same for flow. Raises ValueError if ``T`` <= 20."""
+        for pictures of d pixels per side. ``shift_times`` is the equivalent for flow. Raises ValueError if ``T`` <=
+        20."""
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
             return linear

@@ -11,9 +11,9 @@ x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predic
 ([E] eq. 13 and the text below it). The network's time is 1000 t, because timestep embeddings are designed for this
 range.
 
-The squared error of the implied x_0 has the weight 1/t^2. With eps-prediction, the weight is the signal-to-noise ratio,
-which is close to 0 at high noise. So flow learns much sooner what the high-noise steps determine. In clips, this is
-even the subject (docs/log/2026-11-21-moving-digits-objective.md).
+The squared error of the implied x_0 has the weight 1/t^2. With eps-prediction, the weight is the signal-to-noise ratio:
+close to 0 at high noise. So flow learns much sooner what the high-noise steps determine. In clips, this is even the
+subject (docs/log/2026-11-21-moving-digits-objective.md).
 
 With ``prediction`` "x", the network predicts x_0. The network may then be narrower than the number of values in a patch
 ([J] sec. 3). The loss is the squared error of the velocity (x_t - x_0) / t, with t clamped to at least LEAST_TIME ([J]
@@ -115,7 +115,7 @@ class ContrastContext(NamedTuple):
 
 def of_neighbours(x: Tensor) -> Tensor:
     """Swap samples 0 and 1, 2 and 3, and so on, of x (B, ...); an unpaired last sample stays. If micro-batches have
-    even sizes and consecutive samples, the pairs are the same on any number of ranks."""
+    even sizes and consecutive samples, the pairs do not depend on the number of ranks."""
     return x[(torch.arange(len(x), device=x.device) ^ 1).clamp(max=len(x) - 1)]
 
 
@@ -142,9 +142,9 @@ def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None
 def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the times of diffusers' UniPC for flows, and the network's times, each (``steps`` + 1,) float64.
 
-    Times are spaced evenly from 1 to 1/1000 and shifted. The last one is replaced by 0, and the first by 1 - 1e-6, so
-    that lambda = ln((1 - t) / t) is finite. Times are rounded to float32, as in diffusers. The network's times are 1000
-    t, rounded down to integers.
+    Times are spaced evenly from 1 to 1/1000 and shifted. The last time is replaced by 0. The first is replaced by 1 -
+    1e-6, for a finite lambda = ln((1 - t) / t). Times are rounded to float32, as in diffusers. The network's times are
+    1000 t, rounded down to integers.
     """
     # same order of operations as numpy.linspace, for equal rounding
     t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1
@@ -368,7 +368,7 @@ class FlowObjective(Objective):
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        # ``of_x`` is the weight for x_0's squared error, which is t^2 times the velocity's squared error.
+        # ``of_x`` is the weight for x_0's squared error (t^2 times the velocity's squared error).
         return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:

@@ -4,7 +4,7 @@
     [I] Geng et al., "Improved Mean Flows", arXiv 2512.02012
 
 x_t = (1 - t) x_0 + t noise as in ``flow``, and the velocity is v = noise - x_0. The network predicts u(x_t, r, t), the
-mean velocity from r to t on the path through x_t, so that x_r = x_t - (t - r) u. It satisfies ([M] eq. 6)
+mean velocity from r to t on the path through x_t: x_r = x_t - (t - r) u. The mean velocity satisfies ([M] eq. 6)
 
     u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t.
 

@@ -19,8 +19,8 @@ class TextEmbedding:
 
     layers: "linear"; "norm" (RMSNorm and linear); "mlp" (two linear layers and GELU); or "none". multiple: captions are
     padded with learned tokens to a multiple of this number. pooled: width of the pooled vector; 0 for none. picture:
-    width of a picture's tokens, which blocks also attend to; 0 for none. In a condition they replace the pooled vector.
-    masked: True if attention excludes the captions' padding in the joint sequence.
+    width of a picture's tokens; 0 for none. Blocks also attend to these tokens. In a condition they replace the pooled
+    vector. masked: True if attention excludes the captions' padding in the joint sequence.
     """
 
     width: int

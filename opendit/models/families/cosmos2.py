@@ -79,7 +79,7 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         time_normed=True,
         shared=len(block.values),
         final_rank=rank,
-        # number of padding mask channels, which are zero for complete pictures
+        # number of padding mask channels (zero for complete pictures)
         zeros=int(values.get("concat_padding_mask", True)),
         bias=False,
     )

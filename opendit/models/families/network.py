@@ -168,7 +168,7 @@ class PublicDiT(DiT):
 
     def initial_distributions(self) -> dict[str, Distribution]:
         """Return a distribution for every parameter: N(0, 0.02^2) for matrices, 1 for norms and 0 for biases. LoRA's
-        matrices have the same distributions as in other models."""
+        matrices are distributed as in all models."""
         found: dict[str, Distribution] = {"**.lora_A.*.weight": FanInUniform()}
         found["**.lora_B.*.weight"] = Constant(0)
         for wrapped, parameter in self.named_parameters():
@@ -384,8 +384,8 @@ class PublicDiT(DiT):
     def places(
         self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False
     ) -> tuple[TokenGrid, TokenGrid]:
-        """Return the grid of all tokens for latents of this size, and the grid of only the media's tokens. by_frame:
-        True if each frame has separate modulation vectors."""
+        """Return two grids for latents of this size: for all tokens, and for only the media's tokens. by_frame: True if
+        each frame has separate modulation vectors."""
         spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
         text, keys = _of_context(context) if spec.order else (None, None)
@@ -550,8 +550,8 @@ class PublicDiT(DiT):
 class JointPack:
     """The layout of a pack with each sample's caption in the sequence."""
 
-    grid: TokenGrid  # grid of all tokens
-    alone: TokenGrid  # grid of the media tokens alone
+    grid: TokenGrid  # all tokens
+    alone: TokenGrid  # only the media tokens
     filled: Interleaved | None  # order of media tokens and their learned padding; None without padding
     padded: Interleaved | None  # order of captions and their padding; None without padding
     sample_of_row: Tensor  # (n,) the sample of each media token

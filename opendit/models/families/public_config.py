@@ -104,8 +104,8 @@ class PublicConfig(DiTConfig):
 
     @property
     def float8(self) -> bool:
-        """True if FP8 supports the blocks. FP8's GELU needs a bias in the layer before it, and its qkv projection needs
-        one head of keys and values for each query head."""
+        """True if FP8 supports the blocks. FP8 needs a bias before GELU, and one head of keys and values for each query
+        head."""
         blocks = self.spec.blocks
         return all((block.mlp != "gelu" or block.options.bias) and block.kv_heads is None for block in blocks)
 
