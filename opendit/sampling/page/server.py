@@ -22,6 +22,7 @@ import gradio as gr  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, HTTPException  # noqa: E402
 from fastapi.responses import FileResponse, Response  # noqa: E402
+from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: E402
 
 from opendit.checkpoint.pretrained import find_weights, read_info  # noqa: E402
 from opendit.sampling.page import views  # noqa: E402
@@ -34,7 +35,10 @@ from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
 MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further events are refused
-MOST_CONNECTIONS = 256  # maximum number of open connections; every browser that shows the page keeps a few open
+MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
+MOST_SILENT = 128  # maximum number of open connections that wait for a request
+REQUEST_S = 10  # seconds from the opening of the connection, or the last answer, until a request's headers arrive
+BODY_S = 30  # seconds for the body of a request to arrive
 GOODBYE_S = 2  # seconds that running requests may still take when the page stops
 FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # system fonts
 # All requests that the page makes. The guard refuses all other requests, although Gradio would answer them (uploads,
@@ -68,7 +72,7 @@ class Guard:
     prevents DNS rebinding, in which another site makes its own name resolve to this machine."""
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
-        self._app, self._hosts = app, hosts
+        self._app, self._hosts, self._running = app, hosts, 0
         self._password = None if password is None else password.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +85,13 @@ class Guard:
             if refusal[0] == 401 and "authorization" in headers:
                 await asyncio.sleep(WRONG_PASSWORD_S)
             return await _answer(send, *refusal)
-        return await self._app(scope, receive, _with_headers(send))
+        if self._running >= MOST_REQUESTS:
+            return await _answer(send, 503, "too many requests: try again in a moment")
+        self._running += 1
+        try:
+            return await self._app(scope, _bounded(receive), _with_headers(send))
+        finally:
+            self._running -= 1
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
         """Return (status, text) if the request must be refused, else None."""
@@ -104,8 +114,8 @@ class Guard:
         if not allowed.fullmatch(path) or ".." in path:
             return 404, "nothing here"
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > BODY_BYTES or "transfer-encoding" in headers:
-            return 413, "too long, or of unknown length"
+        if not length.isdecimal() or int(length) > BODY_BYTES:
+            return 413, "too long"
         return None
 
     def _knows_password(self, authorization: str) -> bool:
@@ -126,6 +136,26 @@ def _name_of(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
+
+
+def _bounded(receive: Receive) -> Receive:
+    """Wrap ``receive``. The wrapper reports a disconnection if a body has more than BODY_BYTES, whatever its declared
+    length, or is incomplete after BODY_S."""
+    seen, complete, latest = 0, False, asyncio.get_running_loop().time() + BODY_S
+
+    async def limited() -> dict[str, Any]:
+        nonlocal seen, complete
+        if complete:  # no timeout after the body, because Gradio polls this function to notice a disconnection
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), latest - asyncio.get_running_loop().time())
+        except asyncio.TimeoutError:
+            return {"type": "http.disconnect"}
+        seen += len(message.get("body", b""))
+        complete = not message.get("more_body", False)
+        return {"type": "http.disconnect"} if seen > BODY_BYTES else message
+
+    return limited
 
 
 def _with_headers(send: Send) -> Send:
@@ -280,12 +310,59 @@ def _named(paths: list[str]) -> dict[str, Path]:
     return found
 
 
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 protocol of uvicorn that closes silent connections, so that they can't block other users.
+
+    A connection that sends no complete request headers is closed after ``REQUEST_S``. If more than ``MOST_SILENT``
+    connections are silent, the one that has been silent longest is closed. uvicorn itself would wait forever for the
+    first request.
+    """
+
+    _silence: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_request(self) -> None:
+        """Start the timer if no request is being answered. A running timer is not restarted, so that a request whose
+        headers arrive slowly gets no extra time."""
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            return self._stop_waiting()
+        if self._silence is not None:
+            return
+        self._silence = self.loop.call_later(REQUEST_S, self.transport.abort)
+        silent = [each for each in self.connections if isinstance(each, PatientProtocol) and each._silence is not None]
+        if len(silent) > MOST_SILENT:
+            longest = min(silent, key=lambda each: each._silence.when() if each._silence else 0)
+            # Stop the connection's timer, so that it is not chosen again before its closing is reported.
+            longest._stop_waiting()
+            longest.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+
 class PageServer(uvicorn.Server):
-    """uvicorn server that closes open connections when it stops."""
+    """uvicorn server that uses :class:`PatientProtocol` and, when it stops, closes connections that are still open."""
 
     def __init__(self, app: Guard):
-        limits: dict[str, Any] = {"limit_concurrency": MOST_CONNECTIONS, "timeout_graceful_shutdown": GOODBYE_S}
-        super().__init__(uvicorn.Config(app, http="h11", log_level="warning", server_header=False, **limits))
+        options: dict[str, Any] = {"log_level": "warning", "server_header": False}
+        super().__init__(uvicorn.Config(app, http=PatientProtocol, timeout_graceful_shutdown=GOODBYE_S, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # uvicorn would wait for these connections, because a browser keeps one open while it shows the page.
