@@ -1,9 +1,10 @@
-"""Models by name: KIND-SIZE/PATCH, such as DiT-XL/2 or vDiT-XL/222 (frames, rows, columns), and FAMILY/FOLDER for
-public models. This module does not import torch.
+"""Model names: KIND-SIZE/PATCH for OpenDiT's architectures, FAMILY/FOLDER for public models.
 
-To add an architecture, write the classes of its configuration and network, and its cost plan if that does not follow
-from the specification of the blocks. Then add a row to ``CLASSES`` in ``opendit/models/zoo.py`` and one to
-:data:`KINDS`. The configuration's ``kind`` is the key of these rows in lower case without dashes.
+In vDiT-XL/222, the patch is (frames, rows, columns). This module does not import torch.
+
+To add an architecture, write its configuration and network classes, and a cost plan if the specification of its blocks
+does not determine one. Then add a row to ``CLASSES`` in ``opendit/models/zoo.py`` and one to :data:`KINDS`. The
+configuration's ``kind`` is the row's key in lower case without dashes.
 """
 
 import re
@@ -21,8 +22,8 @@ CLIP_FRAMES = 17  # default frames of a clip: the number closest to 16 that is 4
 
 
 class Public(NamedTuple):
-    """A family of public models: diffusers' class of the network, its patch size, and the usual side of pictures in
-    pixels. ``guidance_embeds`` in ``config.json`` distinguishes families of one class."""
+    """A family of public models: its network class in diffusers, patch size, and usual picture side in pixels. Families
+    with the same class differ in ``guidance_embeds`` of ``config.json``."""
 
     network: str
     patch: int | tuple[int, int, int]
@@ -75,8 +76,8 @@ UNSUPPORTED = {
 
 
 def unsupported(folder: str | Path) -> str | None:
-    """Return why the model in a diffusers folder is not supported, as a line that begins with the file that names its
-    class. Return None if the folder holds no model of diffusers, or one that may be supported."""
+    """Return why a diffusers folder's model is not supported, or None. The line begins with the file that names the
+    model's class."""
     names = ("model_index.json", "transformer/config.json", "unet/config.json", "config.json")
     for path in (Path(folder).expanduser() / name for name in names):
         name = _read(path).get("_class_name")
@@ -95,10 +96,7 @@ def family_in(name: str) -> str | None:
 
 
 def name_of_folder(path: str | Path) -> str | None:
-    """Return FAMILY/FOLDER of the public model in a diffusers folder, or of the one that a run or checkpoint trains.
-
-    Return None if the folder holds no public model, or can't be read.
-    """
+    """Return FAMILY/FOLDER of the public model in a diffusers folder, a run or a checkpoint; None if there is none."""
     folder = Path(path).expanduser()
     for inside in (folder / "transformer" / "config.json", folder / "config.json"):
         config = _read(inside)
@@ -116,7 +114,7 @@ def name_of_folder(path: str | Path) -> str | None:
 
 
 def downscale_of_vae(vae: str) -> int | None:
-    """Return the number of pixels per latent value along a side. None if torch's modules are needed to find it."""
+    """Return the number of pixels per latent value along a side, or None if the VAE's config does not give it."""
     if vae in ("ema", "mse"):
         return 8
     config = _read(Path(vae).expanduser() / "config.json")
@@ -148,9 +146,9 @@ def _read(path: Path) -> dict[str, Any]:
 POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
 NORMS = ("layer", "rms")  # choices of the norm before every branch of a block
 MLP_KINDS = ("gelu", "swiglu")
-# Size -> hidden size, depth, heads. Ti is for the embedded demo and for tests. S to XL are the DiT paper's sizes
-# (Peebles & Xie 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT; a later NeMo release
-# changed DiT7BConfig to Cosmos' size, 4096 x 28 x 32. 28B comes from NeMo's table of training speeds.
+# Size -> hidden size, depth, heads. Ti is for the embedded demo and tests. S to XL are from the DiT paper (Peebles &
+# Xie 2023, table 1). 7B is DiT7BConfig in the first NVIDIA NeMo releases with DiT; a later release changed DiT7BConfig
+# to Cosmos' size, 4096 x 28 x 32. 28B is from NeMo's table of training speeds.
 SIZES = {
     "Ti": (128, 4, 4),
     "S": (384, 12, 6),
@@ -171,11 +169,11 @@ class Kind:
 
     Attributes:
         sizes: name -> (hidden size, depth, heads, other fields of the configuration).
-        patches: common patches, which lists of models show.
-        pictures: True if the architecture has models for pictures, whose patch is one number.
+        patches: common patches, to show in lists of models.
+        pictures: True if there are picture models. The patch of a picture model is one number.
         cross_attention: True if the model attends to captions even without --cross_attention.
         revision_1: size -> fields that differ in configurations of revision 1.
-        settings: flags for fields of the configuration that no other architecture has.
+        settings: flags for configuration fields that only this architecture has.
     """
 
     sizes: dict[str, tuple[Any, ...]]
@@ -275,8 +273,7 @@ def patch_size(name: str) -> int | tuple[int, int, int]:
 
 
 def depth_and_heads(name: str) -> tuple[int, int] | None:
-    """Return the number of blocks and of heads per block; None for a public model, whose folder has them. Raises
-    ValueError."""
+    """Return (number of blocks, heads per block), or None for a public model. Raises ValueError."""
     if family_in(name):
         return None
     kind, size, _ = parse_name(name)
@@ -285,10 +282,9 @@ def depth_and_heads(name: str) -> tuple[int, int] | None:
 
 
 def parse_given(text: str) -> int | None:
-    """Return the number of conditioning frames at the beginning of a clip: 1 for "first", K for "prefix:K", None for
-    "random".
+    """Return how many frames at a clip's start are conditions: 1 for "first", K for "prefix:K", None for "random".
 
-    Raises ValueError, which names the flag, for any other text.
+    Raises ValueError for any other text.
     """
     if text == "random":
         return None

@@ -1,7 +1,7 @@
-"""Checks of values that several programs use.
+"""Checks of flag values.
 
-Every check raises a ValueError whose message names the flag and the fix. A mistake that may exist on one machine only,
-such as a missing file, raises the subclass OnThisMachine.
+Every check raises ValueError with the flag and the fix. If the mistake may exist on one machine only, such as a missing
+file, the check raises the subclass OnThisMachine.
 """
 
 import difflib
@@ -24,8 +24,8 @@ VAES = ("ema", "mse", "none")  # names for --vae; all other values are folders
 def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[str, list[str]]:
     """Return the precision to use, and notes to print.
 
-    Without a GPU, a half precision that is only the default becomes fp32. If the user asked for it, fp16 is an error,
-    and bf16 is allowed but slow.
+    Without a GPU, a default half precision becomes fp32. If the user asked for it, fp16 is an error, and bf16 is
+    allowed but slow.
     """
     if has_gpu or precision == "fp32" or (precision == "bf16" and asked_for):
         return precision, []
@@ -79,8 +79,8 @@ def check_no_folder(file: str, flag_name: str) -> None:
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Check that an output file can be written: it is no folder or link, and its folder exists or, with
-    ``makes_folder``, can be created."""
+    """Check that an output file can be written: it is no folder or link, and its folder exists. With ``makes_folder``,
+    it is enough that the folder can be created."""
     check_no_folder(file, flag_name)
     path = Path(file)
     try:
@@ -109,8 +109,8 @@ def check_can_be_made(folder: Path, flag_name: str) -> None:
 
 
 def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = ()) -> None:
-    """Check that a path exists. The message describes the allowed values (``what``), and may suggest a similar name
-    from ``names``, words that the flag also accepts."""
+    """Check that a path exists. what: allowed values, for the message. names: words that the flag also accepts; the
+    message may suggest one."""
     try:
         there = Path(path).expanduser().exists()
     except (OSError, RuntimeError) as error:  # for example a name that is too long, or ~ of an unknown user
@@ -136,8 +136,8 @@ def fetched(name: str, flag_name: str, download: bool, commit: str | None = None
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
-    """Check that ``path`` may hold weights: a file that looks like weights, a folder with weights or checkpoints or,
-    with ``pipeline``, a folder of diffusers."""
+    """Check that ``path`` may hold weights: a file that looks like weights, a folder with weights or checkpoints, or,
+    with ``pipeline``, a diffusers folder."""
     what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
     try:
         check_exists(path, flag_name, what)
@@ -169,7 +169,7 @@ def check_lora_weight(path: object, weight: float) -> None:
 
 
 def _may_hold_weights(path: Path) -> bool:
-    """Return False for a file if neither its name nor its first bytes suggest that it holds weights."""
+    """Return False if ``path`` is a file and neither name nor first bytes suggest weights."""
     if not path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".json"):
         return True
     with open(path, "rb") as file:
@@ -200,8 +200,7 @@ def check_file(path: str, flag_name: str, what: str) -> None:
 
 
 def _suggestion(path: str, known: Collection[str]) -> str:
-    """Return "did you mean NAME? Or ", with the name most similar to ``path`` in ``known`` or in its folder; "" if none
-    is."""
+    """Return "did you mean NAME? Or " with a similar name from ``known`` or the path's folder, or "" without one."""
     wanted = Path(path).expanduser()
     try:
         with os.scandir(wanted.parent) as found:

@@ -102,8 +102,8 @@ _SENTENCES = {theirs: said for several, said in _NONE_HERE.items() for theirs in
 
 
 def counterpart(name: str, flags: Collection[str]) -> str | None:
-    """Return advice on ``name``, a flag of another program without its dashes; None if it is unknown. flags: all flags
-    of this program, such as ``--lr``."""
+    """Return advice about ``name``, another program's flag without dashes, or None. flags: all flags of this program,
+    such as ``--lr``."""
     known = [ours for ours in _NAMES.get(name, ()) if ours in flags]
     return f"here it is {known[0]}" if known else _SENTENCES.get(name)
 
@@ -268,13 +268,13 @@ class CommandLine(argparse.ArgumentParser):
     If several ranks see a mistake, only the first prints the line. In --help, every flag belongs to a heading.
 
     Args:
-        doc: the program's docstring; the commands in it are the examples of --help, unless ``examples`` is given.
+        doc: the program's docstring. Its commands are the examples of --help if ``examples`` is None.
 
     Attributes:
         arguments: (action, allowed values) of every flag and positional argument that takes a value.
         commands: the parsers of subcommands.
-        defaults: the default of every flag; argparse's result contains only flags that are on the command line.
-        source: prefix of error messages about arguments that come from a file instead of the command line.
+        defaults: the default of every flag. argparse's result contains only the flags on the command line.
+        source: prefix of errors about arguments that come from a file.
     """
 
     def __init__(self, prog: str, doc: str = "", examples: Sequence[str] | None = None, **options: Any):
@@ -282,8 +282,7 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(prog, **options)
         self.examples = examples_of(doc) if examples is None else examples
         self.add_argument("--help", action=_Help, nargs="?", default=argparse.SUPPRESS, help="show this and end")
-        # No flag begins with a single dash, so a word with a single dash is a value (-inf, a folder's name, a negative
-        # number).
+        # No flag begins with a single dash. A word with one is a value: -inf, a folder's name, a negative number.
         self._negative_number_matcher = re.compile("-[^-]")
         self.arguments: list[tuple[argparse.Action, Value]] = []
         self.commands: dict[str, CommandLine] = {}
@@ -395,9 +394,9 @@ class CommandLine(argparse.ArgumentParser):
                 print(f"note: {self.source}{note}", flush=True)
 
     def _repeated(self, words: list[str]) -> Iterator[str]:
-        """Yield a line for each flag that occurs again with another value, or as its opposite.
+        """Yield a note for each flag that is repeated with another value, or as its opposite.
 
-        This is not an error, because scripts put their flags before the user's flags, which override them.
+        A repeated flag is no error, because scripts put their flags before the user's flags, which override them.
         """
         before: dict[str, list[str]] = {}
         starts = [place for place, word in enumerate(words) if word.startswith("--")]
@@ -448,8 +447,8 @@ class CommandLine(argparse.ArgumentParser):
         return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _suggest(self, word: str) -> str:
-        """Return a message about an unknown flag that suggests a flag of this program: its counterpart in ``_OURS``,
-        otherwise the most similar name. ``optim.lr=1e-4`` is also recognised as a flag."""
+        """Return a message about an unknown flag. It suggests the counterpart in ``_OURS``, or the most similar flag.
+        ``optim.lr=1e-4`` is recognised as a flag too."""
         flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
         if not word.startswith("-") and not equals:
@@ -508,7 +507,7 @@ P = TypeVar("P", bound=ProgramFlags)
 
 
 def read_flags(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line and check its flags together, as if there were a GPU. A mistake ends the program."""
+    """Parse a command line and check all flags as if there were a GPU. A mistake ends the program."""
     flags = parse(cls, argv)
     try:
         flags.resolve(flags.world_size(), has_gpu=True)
@@ -520,7 +519,7 @@ def read_flags(cls: type[P], argv: Sequence[str]) -> P:
 def parse(cls: type[P], argv: Sequence[str]) -> P:
     """Parse a command line into a configuration.
 
-    The configuration's ``given`` names the flags on the command line and in the file of --config, but not the recipe's.
+    The configuration's ``given`` names the flags from the command line and the --config file, but not the recipe's.
     ``--recipe list`` prints the recipes and ends the program.
     """
     parser = build_parser(cls)
@@ -555,7 +554,7 @@ def _parser_of(cls: type[ProgramFlags], name: str) -> CommandLine:
         for item in items:
             _add(parser, item)
     if any(item.name == "recipe" for item in flags_of(cls)):
-        # Accept --yes, a flag in command lines for nemo_run, which otherwise asks before it starts a run.
+        # nemo_run asks before it starts a run, unless the command line contains --yes. Accept --yes and ignore it.
         parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
@@ -583,7 +582,7 @@ def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str, Any]:
-    """Return the values of the flags in a YAML file, whose keys are flags' names."""
+    """Return the flag values in a YAML file. Its keys are flag names."""
     from opendit.common.yaml_file import read_yaml  # imported here, because few command lines need this
 
     parser.source = f"--config {file}: "
@@ -611,8 +610,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
 
 
 def to_yaml(config: Any) -> str:
-    """Return the text of a YAML file for --config that repeats a run: its recipe and the flags that the user gave,
-    except those in ``NO_CHANGE``."""
+    """Return YAML for --config that repeats a run: its recipe and the user's flags, except those in ``NO_CHANGE``."""
     import yaml
 
     named = {"recipe": config.recipe} if config.recipe else {}

@@ -1,7 +1,7 @@
 """Set up standard output and standard error.
 
-A program continues if the encoding of a stream lacks a character, a disk is full or a pipe is closed. One process
-prints a mistake as one line with the flag, its value, what is wrong and what to do.
+A program continues if a stream can't encode a character, a disk is full or a pipe is closed. One process prints a
+mistake, as one line with the flag, its value, the reason and the fix.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 PATIENCE_S = 10.0  # seconds to wait for a stream that accepts no output, such as a full non-blocking pipe
-LONGEST = 400  # maximum number of characters shown of a message, because a message may contain a long value
+LONGEST = 400  # maximum number of characters shown of a message
 
 
 class OnThisMachine(ValueError):
@@ -44,10 +44,10 @@ def one_line(message: str) -> str:
 def prepare_console() -> None:
     """Prepare both streams. Every program calls this first.
 
-    A character that the encoding of a stream lacks is written as an escape. Output is dropped if it can't be written,
-    because a disk is full or a pipe is closed. The null device replaces a stream that is closed at the start, so that
-    no other file gets its descriptor. Every complete line is written at once, to files too. Log records of the package
-    from level INFO on appear on standard output, above a progress bar if there is one.
+    Characters that a stream can't encode are written as escapes. Output is dropped if a disk is full or a pipe is
+    closed. The null device replaces a closed stream, so that no other file gets the stream's descriptor. Every complete
+    line is written at once, to files too. The package's log records from level INFO on go to standard output, above any
+    progress bar.
     """
     for descriptor in (0, 1, 2):
         _open_if_closed(descriptor)
@@ -69,7 +69,7 @@ def prepare_console() -> None:
 
 
 def answer_interrupts() -> None:
-    """Make Ctrl-C end the program with one line instead of a traceback. Scripts call this before their slow imports."""
+    """Make Ctrl-C end the program with one line instead of a traceback. Call this before slow imports."""
     sys.excepthook = _report
 
 
@@ -81,10 +81,10 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 class _AboveProgressBar(logging.Handler):
-    """Prints log records with tqdm, which keeps a progress bar below them."""
+    """Prints log records above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # imported late, so that an error about a flag is printed without waiting for this import
+        from tqdm import tqdm  # imported late, so that an error about a flag appears without waiting for this import
 
         tqdm.write(self.format(record))
 
@@ -137,8 +137,8 @@ def _stream(descriptor: int, encoding: str) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.RawIOBase):
-    """Descriptor that drops what it can't write. Except for a closed pipe, standard output's first failure is
-    reported."""
+    """Descriptor that drops output it can't write. Standard output's first failure is reported, except a closed
+    pipe."""
 
     def __init__(self, descriptor: int):
         self._descriptor, self._reported = descriptor, False

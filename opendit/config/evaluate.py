@@ -157,7 +157,7 @@ class EvaluateConfig(
     )
 
     def resolve(self, world_size: int, has_gpu: bool) -> tuple["EvaluateConfig", list[str]]:
-        """Check the flags together, and fill in values that depend on the hardware; see :meth:`TrainConfig.resolve`."""
+        """Check all flags, and fill in values that depend on the hardware; see :meth:`TrainConfig.resolve`."""
         check_values(self)
         check_rate(self.fps, self.given)
         notes = []
@@ -191,7 +191,7 @@ class EvaluateConfig(
         return replace(self, reference=reference, save_features=saved), notes
 
     def check_what(self) -> str | None:
-        """Check metrics, networks and reference together. Return --reference, or the default of --features digits.
+        """Check metrics, networks and reference. Return --reference, or the default of --features digits.
 
         Raises ValueError if they don't suit each other, or a path doesn't exist.
         """
@@ -223,8 +223,7 @@ class EvaluateConfig(
         )
         found = []
         for count, scale in itertools.product(steps, scales):
-            # In a sweep, scale 1 means no guidance. For scale 1, treat the flags that change guidance as not set,
-            # because they would be rejected.
+            # In a sweep, scale 1 means no guidance. The flags that change guidance would be rejected then, so drop them.
             given = self.given - GUIDING if scale == 1 and len(scales) > 1 else self.given
             found.append(replace(self, num_sampling_steps=count, cfg_scale=scale, given=given))
         return found
