@@ -1,4 +1,4 @@
-"""The components of a configuration: frozen dataclasses whose fields are flags, with ranges and help."""
+"""A configuration's components: frozen dataclasses of flags with ranges and help."""
 
 import math
 import re
@@ -60,8 +60,8 @@ class TokenRoute:
     """A ``share`` of each sample's tokens skips blocks ``first`` to ``last`` - 1, counted from 0.
 
     fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD. until: step from
-    which on these blocks see all tokens; None for never. drop: for a fused route, fraction of a training step's samples
-    that drop the result of these blocks.
+    which on no token skips blocks; None for never. drop: with ``fused``, fraction of a training step's samples that
+    drop the result of these blocks.
     """
 
     first: int
@@ -93,8 +93,7 @@ def parse_route(text: str, flag: str = "route") -> TokenRoute:
 
 
 def parse_target(text: str) -> tuple[str, int | None]:
-    """Split PATTERN[:RANK] of --lora_targets into a pattern of layer names and a LoRA rank (None: the rank of
-    --lora)."""
+    """Split PATTERN[:RANK] of --lora_targets into a pattern of layer names and a rank (None: --lora's rank)."""
     found = re.fullmatch(r"([\w*]+(?:\.[\w*]+)*)(?::([1-9]\d{0,4}))?", text, re.ASCII)
     if found is None:
         raise ValueError(f"--lora_targets {text}: no layer's name; give one as qkv, attn.*, or fc1:4 for rank 4")
@@ -107,7 +106,7 @@ def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
     return make_dataclass(f"{title}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
 
 
-FLOWS = "flow", "meanflow"  # objectives whose settings have a separate heading in --help
+FLOWS = "flow", "meanflow"  # objectives with a separate heading for their settings in --help
 
 
 def _settings_of(*objectives: str) -> Iterable[Setting]:
@@ -266,7 +265,7 @@ class DataFlags(Flags):
 
 @dataclass(frozen=True)
 class WordFlags(Flags):
-    """Settings of captions: their source, and the changes that training makes to them."""
+    """Settings of captions: their source, and how training changes the captions."""
 
     group: ClassVar[str] = "Words: where captions come from, and what is changed about them"
 
@@ -596,8 +595,8 @@ class SpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class ParallelFlags(Flags):
-    """Flags that split one sample over processes, in training and sampling. A configuration that inherits from this
-    class must also inherit from :class:`SpeedFlags`."""
+    """Flags that split one sample over processes, in training and sampling. A configuration needs :class:`SpeedFlags`
+    too."""
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 

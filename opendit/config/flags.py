@@ -1,7 +1,7 @@
 """Declare flags and their allowed values.
 
-A configuration is a frozen dataclass that inherits from its components. A component is a subclass of :class:`Flags`
-whose fields, made by :func:`flag`, are flags that belong together.
+A configuration is a frozen dataclass that inherits from components. A component is a subclass of :class:`Flags`. Its
+fields, made by :func:`flag`, are flags on one subject.
 """
 
 import argparse
@@ -25,8 +25,8 @@ def between(at_least: float, at_most: float, unit: str) -> Bounds:
     return {"at_least": at_least, "at_most": at_most, "unit": unit}
 
 
-# Bounds that several flags share. They include every useful value. They exclude values so large that a run would crash
-# before it could report the mistake.
+# Bounds that several flags share. They exclude only values so large that a run would crash before it could report the
+# mistake.
 COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
 FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
 ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # up to about the largest fp32 number
@@ -160,10 +160,8 @@ def _problem_of_name(name: str) -> str | None:
 
 
 def _number(kind: type[Any], text: str) -> int | float | None:
-    """Convert text to a number, or return None.
-
-    This is stricter than Python's int() and float(), which also accept 1_000, digits of other scripts and spaces.
-    """
+    """Convert text to a number, or return None. Unlike int() and float(), reject 1_000, spaces and other scripts'
+    digits."""
     if kind is int:
         return int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
     try:
@@ -175,8 +173,8 @@ def _number(kind: type[Any], text: str) -> int | float | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag that sets a field in the configuration of an objective or architecture. type: None for the type of
-    ``default``. bounds: fields of :class:`Value`."""
+    """A flag that sets a configuration field of an objective or architecture. type: None for the type of ``default``.
+    bounds: fields of :class:`Value`."""
 
     flag: str
     default: Any
@@ -193,10 +191,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Flags:
-    """Base class of components. A configuration inherits from all of its components, in the order of --help.
+    """Base class of components. A configuration lists its components in the order of --help.
 
     Attributes:
-        group: heading of the component's flags in --help, as "Title: what they are about".
+        group: heading of the component's flags in --help, as "Title: subject".
         given: names of all flags that the user has set, including flags of other components.
     """
 
@@ -240,8 +238,7 @@ def flags_of(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """Return a configuration's headings in --help, each with its flags. Components with the same title share the
-    heading of the first."""
+    """Return heading -> flags, as --help shows them. Components with equal titles share the first one's heading."""
     of, titles, groups = _components(cls), {}, {}
     for item in flags_of(cls):
         heading = titles.setdefault(of[item.name].group.partition(":")[0], of[item.name].group)
@@ -278,7 +275,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def check_values(config: Any) -> None:
-    """Raise ValueError for the first flag whose value is out of range, whether the user or a recipe set it."""
+    """Raise ValueError for the first flag with a value out of range, even if a recipe sets that value."""
     for item in flags_of(type(config)):
         takes, found = value_of(item), getattr(config, item.name)
         if takes is None or found is None:
@@ -302,7 +299,7 @@ def check_unused(config: Any, unused: dict[str, str]) -> list[str]:
 
 
 def reject_unused(given: Collection[str], unused: dict[str, str], off: Collection[str] = ()) -> None:
-    """Raise ValueError for the first flag of ``unused`` (flag -> reason) in ``given``. off: flags given as
+    """Raise ValueError for the first flag of ``unused`` (flag -> reason) that the user set. off: flags set by
     --no_NAME."""
     for name, why in unused.items():
         if name in given:

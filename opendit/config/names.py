@@ -1,12 +1,12 @@
 """Tables of the names that flags accept, such as objectives, samplers and plugins. This module does not import torch.
 
-- To add an objective, write ``opendit/diffusion/objectives/NAME.py`` with its class named by ``OBJECTIVE``, and a row
-  in :data:`DESCRIPTIONS`.
-- To add a sampler, write its class in ``opendit/diffusion/samplers.py``, and its name in :data:`ALL_SAMPLERS`.
-- To add a plugin, write ``opendit/parallel/engines/NAME.py`` with a subclass of ``Engine`` named by ``ENGINE``, and a
-  row in :data:`PLUGINS`.
+- To add an objective, write ``opendit/diffusion/objectives/NAME.py`` and a row in :data:`DESCRIPTIONS`. The file's
+  variable ``OBJECTIVE`` names its class.
+- To add a sampler, write a class in ``opendit/diffusion/samplers.py``, and add its name to :data:`ALL_SAMPLERS`.
+- To add a plugin, write ``opendit/parallel/engines/NAME.py`` and a row in :data:`PLUGINS`. The file's variable
+  ``ENGINE`` names its subclass of ``Engine``.
 - To add a data source, write ``opendit/data/NAME.py`` with a function ``open_source``, and a row in :data:`SOURCES`.
-- To add a metric, write its function in ``opendit/evaluation/figures.py``, and a row in :data:`METRICS`.
+- To add a metric, write a function in ``opendit/evaluation/figures.py``, and a row in :data:`METRICS`.
 """
 
 import os
@@ -27,8 +27,8 @@ SHIFT: Bounds = between(0.01, 100, "factor")
 
 @dataclass(frozen=True)
 class ObjectiveDescription:
-    """Description of an objective: what the network predicts, the default sampler, and for each field of the objective
-    its flag."""
+    """Description of an objective. predicts: the network's output. sampler: the default sampler. settings: field of the
+    objective -> its flag."""
 
     predicts: str
     sampler: str
@@ -160,7 +160,7 @@ BLOCKS = "blocks"  # value of --offload: keep all blocks, or N of them (blocks:N
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # types with a separate attention kernel, which reads only a part of the keys at a time
+OWN_ATTENTION = ("ring", "usp")  # types with a separate attention kernel, for some of the keys at a time
 AXIAL = "axial"  # type for models without attention to all tokens (opendit/parallel/sequence/axial.py)
 
 
@@ -170,9 +170,9 @@ class Plugin:
 
     Attributes:
         summary: what is sharded, for --help.
-        rejects: flags that are an error with the plugin.
-        ignores: flag that has no effect with the plugin -> reason, which the run prints.
-        sharded_checkpoints: True if the plugin writes sharded checkpoints with --checkpoint_format auto.
+        rejects: flags that raise an error with the plugin.
+        ignores: flag without effect -> reason to print.
+        sharded_checkpoints: True if --checkpoint_format auto means sharded checkpoints.
     """
 
     summary: str
@@ -214,14 +214,14 @@ def check_precision(plugin: str, precision: str) -> None:
         )
 
 
-TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # torch's own kernels
-PACKAGE = "flash_attn"  # FlashAttention, as an installed package
+TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # kernels in torch
+PACKAGE = "flash_attn"  # the FlashAttention package
 ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
 # value of --recompute: recompute each block in the backward pass, except for its attention
 BUT_ATTENTION = "but_attention"
 RECOMPUTE = ("none", "norms", "cheap", "half", "mlp", BUT_ATTENTION)
 
-# Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss; the others are metrics of samples.
+# Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss. All other metrics measure samples.
 BEST = {
     "val_loss": True,
     "fid": True,
@@ -237,13 +237,13 @@ BEST = {
     "direction": False,
 }
 CHECKPOINT_FORMATS = ("auto", "whole", "sharded")
-# Suffixes of the file that identifies stored weights: one file with all tensors, the index of shards that ranks have
-# written, or the index of several files as written by ``transformers`` and ``diffusers``.
+# File that identifies stored weights, by its suffix: one file with all tensors; the index of shards written by ranks;
+# the index of several files written by ``transformers`` or ``diffusers``.
 WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 
 
 class Needs(NamedTuple):
-    """Requirements of a metric: features, and the kind of reference ("statistics", "features" or None)."""
+    """What a metric needs: features, and the kind of reference ("statistics", "features" or None)."""
 
     features: str
     reference: str | None
@@ -268,7 +268,7 @@ RESIZES = ("tf", "torch", "clean")
 FEATURE_PRECISIONS = ("fp32", "tf32")
 LABELS = ("balanced", "drawn")
 
-FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of the latents in other programs' tar files
+FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of latents in tar files of other programs
 MOCK, PYTHON = "mock", "python"  # names of the source of random latents, and of a data set passed to opendit.train
 ADDRESSES = "latents"  # the source that reads URLs
 ENERGON, BLENDS = "energon_source", "blend"
@@ -278,7 +278,7 @@ _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """A data source. name: its name in ``--data_path``; None if its files identify it. takes: what it reads."""
+    """A data source. name: its word for ``--data_path``, or None if files identify the source. takes: what it reads."""
 
     name: str | None
     takes: str

@@ -1,7 +1,7 @@
-"""Read this process's rank and the number of processes, and check the flags that divide the processes, without torch.
+"""Read this process's rank and the number of processes, and check parallel sizes, without torch.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK there is one process. Invalid
-variables raise a ValueError with a message of one line.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without RANK there is one process. Invalid
+variables raise ValueError.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from opendit.config.names import BLOCKS
 
 @dataclass(frozen=True)
 class Place:
-    """Rank of a process in a run and on its machine, the number of processes, and the address and port of rank 0."""
+    """A process's rank in the run, its rank on the machine, the number of processes, and rank 0's address and port."""
 
     rank: int = 0
     world_size: int = 1
@@ -25,7 +25,7 @@ class Place:
 
 
 def find_place() -> Place:
-    """Read this process's ranks from torchrun's variables. Raises ValueError, which names the variable and the fix."""
+    """Read this process's ranks from torchrun's variables. Raises ValueError with the variable and the fix."""
     world = environment_world_size()
     if "RANK" not in os.environ:
         if world > 1:
@@ -50,7 +50,7 @@ def environment_world_size() -> int:
 
 
 def environment_node_size() -> int | None:
-    """Return the number of processes that torchrun has started on this machine; None without it. Raises ValueError."""
+    """Return the number of processes that torchrun started on this machine, or None. Raises ValueError."""
     return _number("LOCAL_WORLD_SIZE", 1, None) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
@@ -72,24 +72,23 @@ def _number(name: str, low: int, high: int | None, where: str = "", default: int
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # axes of the mesh, outer to inner
-VIEWS = {  # name of a group -> axes of the mesh that the group spans
-    "dp": ("dp_replicate", "dp_shard"),  # ranks that see different samples
-    "fsdp": ("dp_shard", "sp"),  # ranks among which sharded state is divided
-    "loss": ("dp_replicate", "dp_shard", "sp"),  # ranks whose losses and gradients are averaged
+VIEWS = {  # group name -> mesh axes that the group spans
+    "dp": ("dp_replicate", "dp_shard"),  # ranks with different samples
+    "fsdp": ("dp_shard", "sp"),  # ranks that divide sharded state
+    "loss": ("dp_replicate", "dp_shard", "sp"),  # ranks that average losses and gradients
     "world": AXES,
 }
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The number of ranks of each kind of parallelism. Ranks are numbered with ``pp`` outermost and ``tp``
-    innermost.
+    """Sizes of the parallel groups. In the order of ranks, ``pp`` is outermost and ``tp`` innermost.
 
-    The names of groups are those in AXES and VIEWS, ``ep``, and ``ep_shard``: the ranks within dp_shard x sp x tp that
-    hold the same experts. Raises ValueError if a size is below 1, or ep does not divide dp_shard x sp x tp.
+    Groups are named as in AXES and VIEWS, or ``ep``, or ``ep_shard``: ranks within dp_shard x sp x tp with the same
+    experts. Raises ValueError if a size is below 1, or ep does not divide dp_shard x sp x tp.
 
     Attributes:
-        pp: stages of a pipeline.
+        pp: pipeline stages.
         dp_replicate: copies of the sharded model.
         dp_shard: ranks that see different samples and divide one copy's state.
         sp: ranks that share a sequence.
@@ -145,7 +144,7 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the grid of all ranks, outermost first, and the axes that groups called ``name`` span."""
+        """Return the sizes of the rank grid, outermost first, and the axes that groups called ``name`` span."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
             return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)
@@ -159,8 +158,7 @@ class ParallelDims:
 
 
 def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
-    """Return groups of ranks whose coordinates differ only along ``axes``. Ranks are numbered with the last axis
-    innermost."""
+    """Return groups of ranks that differ only along ``axes``. Ranks are numbered with the last axis innermost."""
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
     def ranks(along: Sequence[int]) -> list[int]:
@@ -172,10 +170,10 @@ def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
 
 
 def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -> tuple[int, int]:
-    """Choose whether ranks divide a grid of tokens by frames or by spatial positions, of which a frame has ``places``.
+    """Choose whether ranks divide a token grid by frames or by spatial positions. A frame has ``places`` positions.
 
-    Return (axis, tokens per rank with padding). Axis 0 gives each rank complete frames. Axis 1 gives it all frames of
-    some positions; it is chosen if it needs less padding and ``by_frames`` is False.
+    Return (axis, tokens per rank with padding). With axis 0, a rank has complete frames. With axis 1, a rank has some
+    positions in all frames. Axis 1 is chosen if it needs less padding, unless ``by_frames`` is True.
     """
     rows = [-(-frames // ranks) * places] + [-(-places // ranks) * frames] * (not by_frames)
     return rows.index(min(rows)), min(rows)
@@ -197,7 +195,7 @@ def check_pipeline_parallel_size(size: int, sequence_parallel: int, tensor_paral
 
 
 def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int) -> None:
-    """Raise ValueError unless the product of ``size`` and of ``others`` (flag -> size) divides ``world_size``."""
+    """Raise ValueError unless ``size`` times all sizes in ``others`` (flag -> size) divides ``world_size``."""
     if size < 1:
         raise ValueError(f"{flag} {size}: out of range; give 1 or more")
     ranks = size * math.prod(others.values())
@@ -231,10 +229,9 @@ def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel
 def check_expert_parallel_size(
     size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int, stages: int = 1
 ) -> None:
-    """Raise ValueError unless the processes of one stage of one model copy divide into expert groups of ``size``.
+    """Raise ValueError unless expert groups of ``size`` divide the processes in each pipeline stage and model copy.
 
-    With tensor parallelism, ``size`` must be 1 or ``tensor_parallel``, because the same ranks divide layers and
-    experts.
+    With tensor parallelism, ``size`` must be 1 or ``tensor_parallel``: the same ranks divide layers and experts.
     """
     flag = f"--expert_parallel_size {size}"
     if size < 1:
@@ -257,18 +254,16 @@ def check_expert_parallel_size(
 
 
 def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
-    """Parse --offload. Return the optimizer state and averages to keep in host memory (one of OFFLOAD), and the number
-    of blocks to keep there, 10**6 for all.
+    """Parse --offload. Return (optimizer state and averages in host memory, as in OFFLOAD; number of blocks there).
 
-    Trained blocks are kept together with their state; ``frozen`` blocks (--lora) have no state.
+    10**6 means all blocks. Trained blocks take their state along; ``frozen`` blocks (--lora) have none.
     """
     blocks, _, count = text.partition(":")
     return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:
-    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``; ``sharing`` processes have the same
-    samples."""
+    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``. ``sharing`` ranks share samples."""
     if world_size % (copies * sharing):
         size = f" in groups of {sharing} that share samples" if sharing > 1 else ""
         raise ValueError(

@@ -188,7 +188,7 @@ def _add_latents(latents: CommandLine) -> None:
 
 
 def check(command: str, options: dict[str, Any], given: set[str]) -> None:
-    """Check the flags of one command together, and resolve sizes such as 1GB in ``options``. Raises ValueError."""
+    """Check one command's flags, and resolve sizes such as 1GB in ``options``. Raises ValueError."""
     if "num_workers" in options:
         check_workers(options["num_workers"], "num_workers" in given)
     check_rate(options.get("fps"), given)
@@ -230,8 +230,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
 
 
 def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
-    """Fill in the model, VAE, text encoders and sizes of a public model, unless the user sets them. Raises
-    ValueError."""
+    """Set model, VAE, text encoders and sizes from a public model, unless the user sets them. Raises ValueError."""
     source = options["pretrained"] = fetched(options["pretrained"], "--pretrained", options["download"])
     check_exists(source, "--pretrained", "a folder of a public model, as diffusers writes it")
     folder, name = Path(source).expanduser(), name_of_folder(source)
@@ -255,10 +254,10 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
 
 
 def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
-    """Return the patch of --model, (frames, rows, columns) or (rows, columns), for --bucket_tokens and --repa; () if
-    neither is set.
+    """Return the patch of --model for --bucket_tokens and --repa, or () without these flags.
 
-    Raises ValueError if the model is missing, unknown or for other media.
+    It is (frames, rows, columns) for clips, (rows, columns) for pictures. Raises ValueError if the model is missing,
+    unknown or for other media.
     """
     tokens, model = options["bucket_tokens"], options["model"]
     if tokens is None and options["repa"] is None:

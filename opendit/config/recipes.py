@@ -1,8 +1,7 @@
-"""Recipes: named sets of flags, which the command line overrides (``--recipe NAME``; docs/recipes.md).
+"""Recipes: named sets of flags (``--recipe NAME``; docs/recipes.md). The command line overrides them.
 
-Each training stage is one recipe. A later stage names the recipe that it follows, and starts from that recipe's weights
-with ``--pretrained``. For every recipe NAME there is a recipe ``mock_NAME`` on random latents, to time a step without
-data.
+Each training stage is one recipe. A later stage starts from the weights of the recipe before, with ``--pretrained``.
+Every recipe NAME has a variant ``mock_NAME`` on random latents, to time a step without data.
 """
 
 import re
@@ -13,7 +12,7 @@ from opendit.config.flags import nearest
 
 @dataclass(frozen=True)
 class Preset:
-    """A recipe: one line for --recipe list, the flags, and the recipe whose weights it starts from."""
+    """A recipe. about: line for --recipe list. follows: the recipe that trains the initial weights."""
 
     about: str
     flags: str
@@ -47,8 +46,8 @@ LARGE = (
 # the scaled latents of Stable Diffusion have a standard deviation of about 1
 EDM = "--objective edm --edm_sigma_data 1"
 FLOW = "--objective flow --flow_times logit_normal"
-# Settings on which papers about faster training agree (docs/better_training.md). Learning rates are the same with and
-# without Muon.
+# Settings on which papers about faster training agree (docs/better_training.md). Muon does not change the learning
+# rate.
 SPEEDRUN = (
     f"--norm rms --mlp swiglu --positions rope --qk_norm {FLOW} --flow_contrast 0.05 --optimizer muon --random_flip "
     f"--label_drop 0.1 --enable_cuda_graph {FAST}"
@@ -58,10 +57,10 @@ SPEEDRUN = (
 def _stages(
     name: str, model: str, objective: str, *, batch: int, world: int, more: str = "", joint: str = ""
 ) -> dict[str, Preset]:
-    """Return one recipe for each of the three training stages of a model.
+    """Return a recipe for each of a model's three training stages.
 
-    batch: micro-batch size of the first stage. world: global batch size of the first stage. more: flags of all stages.
-    joint: flags of the second stage.
+    batch: micro-batch size of stage 1. world: global batch size of stage 1. more: flags of all stages. joint: flags of
+    stage 2.
     """
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")

@@ -51,7 +51,7 @@ FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 class TaylorCache:
     """TaylorSeers [T]: evaluate the blocks only in every ``every``-th step.
 
-    In the other steps, extrapolate their addition to the residual stream from the last ``order`` + 1 evaluations.
+    Other steps extrapolate the blocks' addition to the residual stream from the last ``order`` + 1 evaluations.
     """
 
     every: int
@@ -75,8 +75,8 @@ class TaylorCache:
 class FirstBlockCache:
     """First-block cache [F]: evaluate the first block in every step, and the other blocks only if necessary.
 
-    If the relative change of the first block's addition to the residual stream, since the last step that evaluated all
-    blocks, is less than ``threshold``, reuse what the other blocks added in that step.
+    Compare the first block's addition to the residual stream with its addition in the last complete step. If the
+    relative change is below ``threshold``, reuse what the other blocks added in that step.
     """
 
     threshold: float = THRESHOLD
@@ -125,8 +125,8 @@ def _number(text: str) -> float | None:
 class Approximations:
     """All approximations of a sampling run; none by default.
 
-    guidance_every: N evaluates the unconditional half of guidance only in every N-th step. The other steps reuse the
-    last difference between the halves.
+    guidance_every: every how many steps guidance's unconditional half is evaluated. Steps between reuse the last
+    difference of the halves.
     """
 
     guidance_every: int = 1
@@ -264,7 +264,7 @@ class GivenFrameFlags(Flags):
 
 @dataclass(frozen=True)
 class ApproximationFlags(Flags):
-    """Flags that skip part of the work of sampling steps. docs/sampling.md lists the errors that this causes."""
+    """Flags that skip part of a sampling step's work. docs/sampling.md lists the errors that this causes."""
 
     group: ClassVar[str] = "Approximations: what is left out of steps, for speed"
 
@@ -334,7 +334,7 @@ class SampleConfig(
     )
 
     def resolve(self, world_size: int, has_gpu: bool) -> tuple["SampleConfig", list[str]]:
-        """Check the flags together, and fill in values that depend on the hardware; see :meth:`TrainConfig.resolve`."""
+        """Check all flags, and fill in values that depend on the hardware; see :meth:`TrainConfig.resolve`."""
         if self.cfg_interval:
             check_interval(self.cfg_interval)
         check_values(self)

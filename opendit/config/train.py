@@ -114,13 +114,13 @@ class TrainConfig(
     )
 
     def world_size(self) -> int:
-        """Return the number of processes of the run, or with --dry_run the number of GPUs to plan for."""
+        """Return the number of processes, or with --dry_run the number of GPUs to plan for."""
         found = super().world_size()
         return found if self.dry_run is None else self.dry_run or max(found, self.sharing)
 
     @property
     def sharing(self) -> int:
-        """Number of processes that process the same samples."""
+        """Number of processes that share each sample."""
         return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     def node_size(self, world_size: int) -> int:
@@ -128,10 +128,9 @@ class TrainConfig(
         return min(world_size, self.gpus_per_node or found or (8 if self.dry_run is not None else world_size))
 
     def resolve(self, world_size: int, has_gpu: bool) -> tuple["TrainConfig", list[str]]:
-        """Check the flags together, and fill in values that depend on other flags and on the hardware.
+        """Check all flags, and fill in values that depend on other flags and on the hardware.
 
-        Return the resolved flags, and notes to print. Raises ValueError, with the flag and the fix, for a combination
-        that can't work.
+        Return the resolved flags, and notes to print. Raises ValueError with the flag and the fix.
         """
         check_values(self)
         for name in ("data_path", "validate_path"):
@@ -189,18 +188,18 @@ class TrainConfig(
         return flags, notes + flags._recipe_notes()
 
     def _fetched(self) -> "TrainConfig":
-        """Replace --pretrained by the local folder of the model if it is a name on the hub. A dry run without
-        --download doesn't need the folder."""
+        """Replace a hub name in --pretrained by the model's local folder. A dry run without --download keeps the
+        name."""
         if self.pretrained is None or (self.dry_run is not None and not self.download):
             return self
         commit = None if self.load in (None, "latest") else commit_of_run(self.load, self.pretrained)
         return replace(self, pretrained=fetched(self.pretrained, "--pretrained", self.download, commit))
 
     def _resolve_public(self) -> "TrainConfig":
-        """Fill in the flags of a public model, if --pretrained or --load names its folder or a run that trains it.
+        """Fill in a public model's flags, if --pretrained or --load names its folder or a run that trains it.
 
-        These are the model's name and objective and, unless the command line sets them, the picture size and the VAE
-        and text encoders in its folder. Raises ValueError for flags that contradict the model.
+        Always set the model and objective. Set picture size, VAE and text encoders unless the command line does.
+        Raises ValueError for flags that contradict the model.
         """
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)
@@ -243,8 +242,8 @@ class TrainConfig(
         return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
-        """Return the path of the network to train: --pretrained, or one of two networks in ``folder`` (--expert). For
-        ``both`` it is the high-noise network."""
+        """Return the path of the network to train: --pretrained, or --expert's network in ``folder``. ``both`` is the
+        high-noise network."""
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
             of_both = self.expert == "both" and (folder / "low").is_dir()  # folder of a run that trains both
@@ -298,8 +297,8 @@ class TrainConfig(
             )
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for picture and parallel sizes that don't fit the model. Sizes that depend on the data are
-        checked later."""
+        """Raise ValueError for picture and parallel sizes that don't fit the model. Sizes in the data are checked
+        later."""
         patch = patch_size(self.model)
         side = patch if isinstance(patch, int) else math.lcm(*patch[1:])
         what = f"patch of {self.model}: {side}"
@@ -325,7 +324,7 @@ class TrainConfig(
             )
 
     def _reads_files(self) -> bool:
-        """Return True if the data are certainly pictures or clips, and not cached latents."""
+        """Return True if the data are certainly pictures or clips, not cached latents."""
         path = Path(self.data_path or "").expanduser()
         if path.is_dir():
             return not any(any(path.glob(pattern)) for pattern in ("index.json", "*.tar", ".nv-meta"))
@@ -375,8 +374,7 @@ class TrainConfig(
         self._reject("optimizer", clashes)
 
     def _resolve_meanflow(self) -> tuple["TrainConfig", list[str]]:
-        """Reject flags that can't be combined with --objective meanflow, and sample in two steps without guidance by
-        default."""
+        """Reject flags that --objective meanflow excludes. By default, sample in two steps without guidance."""
         if self.objective != "meanflow":
             return self, []
         clashes = {
@@ -511,7 +509,7 @@ class TrainConfig(
             if mock or self.sample_every is not None:  # otherwise grids are drawn every --ckpt_every steps
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
                 unused["ckpt_every"] = f"does nothing with --no_save and {other}"
-        # Mock data draw no grids. Of the flags for grids, only --sample_every 0, which turns them off, is accepted.
+        # With mock data, no sample grids are drawn. Of the flags for grids, accept only --sample_every 0: no grids.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
@@ -553,8 +551,8 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """With --bucket_tokens or --pack_tokens, set --batch_size to 1 by default, because it then counts groups of
-        samples or packs."""
+        """With --bucket_tokens or --pack_tokens, set --batch_size to 1 by default. The batch size then counts groups or
+        packs instead of samples."""
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
@@ -678,7 +676,7 @@ class TrainConfig(
         self._reject("uncertainty_weighting", clashes)
 
     def check_lora(self) -> None:
-        """Raise ValueError if --lora can't be combined with the other flags."""
+        """Raise ValueError if --lora can't be combined with another flag."""
         if self.pretrained is None and self.load is None:
             raise ValueError(NO_BASE)
         for target in self.lora_targets:
@@ -712,14 +710,14 @@ class TrainConfig(
 
     @property
     def offloaded_state(self) -> str:
-        """State in host memory (--offload), one of OFFLOAD."""
+        """What --offload keeps in host memory: one of OFFLOAD."""
         return parse_offload(self.offload, frozen=self.lora is not None)[0]
 
     def check_streamed(self, world_size: int, known: bool = False) -> None:
-        """Raise ValueError, with the reason, for flags that --offload blocks can't be combined with.
+        """Raise ValueError for flags that --offload blocks can't be combined with.
 
-        With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does. known: True if the
-        LoRA flags of a resumed run are already set, so that ``lora`` is None only without LoRA.
+        With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does. known: True if a
+        resumed run's LoRA flags are already set.
         """
         if not self.streamed_blocks or self.parallel == "auto":
             return
@@ -779,7 +777,8 @@ class TrainConfig(
         self._reject("pipeline_parallel_size", clashes)
 
     def _reject(self, flag: str, clashes: dict[str, bool]) -> None:
-        """Raise ValueError for the first true value of ``clashes``, which maps "--other, reason" to True or False."""
+        """Raise ValueError for the first true value of ``clashes``, a mapping from "--other, reason" to True or
+        False."""
         for what, clash in clashes.items():
             if clash:
                 raise ValueError(f"--{flag} {getattr(self, flag)}: does not work with {what}; leave one of them out")
