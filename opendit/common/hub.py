@@ -10,11 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Files to download: a single network's, or those in the folders of a pipeline's components. Single-file pipelines are
-# skipped.
+# Files to download: one network's, or those in a pipeline's component folders. Single-file pipelines are skipped.
 WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
 WANTED += [f"*/*.{kind}" for kind in ("json", "safetensors", "txt", "model", "jinja")]
-UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # half-precision variants, which are not used
+UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # half-precision variants are not used
 NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w][\w./-]{0,199}))?", re.ASCII)
 COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -31,9 +30,9 @@ def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> 
     """Return the local folder of a model on the hub. Any other ``name`` is returned unchanged.
 
     Args:
-        flag: the flag whose value is ``name``, for messages.
+        flag: flag with the value ``name``, for messages.
         download: download the model, or its missing files, from the hub.
-        commit: the resumed run's commit, used unless ``name`` has another one. Once cached, it needs no network.
+        commit: commit of a resumed run, used unless ``name`` gives another. A cached commit needs no network.
 
     Raises:
         ValueError: a download is needed, but ``download`` is False or the download failed.
@@ -64,7 +63,7 @@ def cached(repository: str, commit: str) -> str | None:
         return None
 
 
-@functools.cache  # cached, because flags are resolved several times and each time must get the same commit
+@functools.cache  # flags are resolved several times, and must always get the same commit
 def download_snapshot(repository: str, revision: str | None, what: str) -> str:
     """Download a revision from the hub and return its snapshot folder. Raises ValueError that begins with ``what``."""
     from huggingface_hub import constants, errors, snapshot_download
@@ -115,10 +114,9 @@ def folder_name(folder: str | Path) -> str:
 
 
 def origin(folder: str | Path) -> dict[str, Any] | None:
-    """Return the repository, commit and hashes of files of a folder in the hub's cache; None for another folder.
+    """Return repository, commit and file hashes of a folder in the hub's cache; None for another folder.
 
-    A snapshot's files are links to files that the cache names by their hash: the SHA-256 for large files, git's SHA-1
-    for others.
+    A snapshot's files are links. The cache names their targets by hash: SHA-256 for large files, else git's SHA-1.
     """
     snapshot = snapshot_of(folder)
     if snapshot is None:

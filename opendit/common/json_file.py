@@ -1,8 +1,7 @@
-"""Read strict JSON within limits.
+"""Read strict JSON within limits, without pydantic.
 
-The reader limits the bytes of a file, its nesting depth and the digits of a number, and rejects duplicate keys.
-pydantic checks none of these. Errors are one-line ValueErrors that name the file and the problem. Importing this module
-does not import pydantic. The pydantic models that check the content are built on opendit/common/json_models.py.
+The reader limits a file's bytes, its nesting depth and a number's digits, and rejects duplicate keys. Errors are
+ValueErrors of one line with the file and the problem. pydantic models for JSON are in opendit/common/json_models.py.
 """
 
 import errno
@@ -20,18 +19,17 @@ MIB = 1 << 20
 # Maximum number of lists and objects in a file. An empty list takes few bytes in the file, but up to 200 in memory.
 CONTAINERS = 1_000_000
 DEPTH = 64  # maximum depth of nested lists and objects
-DIGITS = 400  # maximum number of characters of a number; a double needs 17 digits, and has at most 309 before its point
-LARGEST = 2**53  # largest integer: some programs that read JSON round larger integers
+DIGITS = 400  # maximum number of characters in a number; a double has at most 309 digits before its point
+LARGEST = 2**53  # largest integer; some programs round larger ones
 
 
 def read_json(path: Path, most: int) -> Any:
-    """Return the content of a JSON file of at most ``most`` bytes. Raises OSError, or ValueError with one line that
-    names the file."""
+    """Return the content of a JSON file of at most ``most`` bytes. Raises OSError, or ValueError with the path."""
     return parse_json(read_bounded(path, most), str(path))
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file. Raises OSError, or ValueError that names a file of over ``most`` bytes."""
+    """Return the bytes of a regular file of at most ``most`` bytes. Raises OSError, or ValueError with the path."""
     with open(open_regular(path), "rb") as file:
         content = file.read(most + 1)
         size = os.fstat(file.fileno()).st_size
@@ -41,9 +39,9 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a regular file for reading and return its descriptor, without waiting for the writer of a named pipe.
+    """Open a regular file for reading and return a descriptor. Opening a named pipe does not block.
 
-    Raises ValueError, which names the path, for any other kind of file, and OSError.
+    Raises OSError, or ValueError with the path if the file is not regular.
     """
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))

@@ -1,7 +1,6 @@
-"""Base classes of the pydantic models that check JSON files. The models are strict, frozen, and refuse unknown keys.
+"""Base classes of pydantic models that check JSON files. The models are strict, frozen, and refuse unknown keys.
 
-The models only check a JSON value. The functions of this module return the value itself, not the model, because callers
-often write the value to a file again.
+The functions check a JSON value and return the value itself, because callers often write it to a file again.
 """
 
 import functools
@@ -17,7 +16,7 @@ from opendit.common.utils import shown
 
 Count = Annotated[int, Interval(ge=0, le=LARGEST)]
 Positive = Annotated[int, Interval(ge=1, le=LARGEST)]
-# InstanceOf accepts file names whose bytes are not UTF-8. pydantic's own str would reject them.
+# InstanceOf accepts file names that are not UTF-8. pydantic's str would reject them.
 Text = Annotated[InstanceOf[str], MaxLen(1 << 16)]
 Name = Annotated[InstanceOf[str], MaxLen(4096)]
 Word = Annotated[InstanceOf[str], MaxLen(64)]
@@ -58,7 +57,7 @@ class OpenJsonObject(JsonObject):
 
 
 class FileKind:
-    """A kind of JSON file: the type of its content, and its maximum size in bytes."""
+    """A kind of JSON file: content type and maximum size in bytes."""
 
     def __init__(self, content: Any, most_bytes: int):
         self._content, self.most_bytes = content, most_bytes

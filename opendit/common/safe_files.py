@@ -1,10 +1,9 @@
-"""The only module that writes files. It never follows a symbolic link below ``root``.
+"""The only module that writes files. Below ``root``, it never follows a symbolic link.
 
-A run's folder, an output or a data set may come from a stranger, and a link in it can lead anywhere. Every function
-takes ``root``, the folder that the user named; by default it is the folder of the file. Links in the path of ``root``
-itself are followed. Below it, every folder and file is opened relative to its parent folder (``dir_fd``,
-``O_NOFOLLOW``), so the operation itself refuses a link, even one that appears after a check.
-tests/common/test_writers.py fails if another module of the package writes a file itself.
+A run's folder, an output or a data set may come from a stranger, and a link inside can lead anywhere. ``root`` is the
+folder that the user named, by default the file's folder. The path of ``root`` itself may contain links. Below ``root``,
+each entry is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``). This refuses even links that appear
+after a check. tests/common/test_writers.py fails if another module of the package writes a file.
 """
 
 import contextlib
@@ -37,11 +36,11 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Yield a new, empty temporary file ("w+b") that atomically replaces ``path`` at the end of the block.
 
-    After an exception, ``path`` is unchanged and the temporary file, whose path is ``file.name``, is deleted.
+    After an exception, ``path`` is unchanged and the temporary file (``file.name``) is deleted.
 
     Args:
-        mark: replaces the process number in the temporary file's name, so that a caller can find the file of a killed
-            process. Two processes must not use the same mark at the same time.
+        mark: part of the temporary file's name, by default the process number. With a known mark, a caller can find
+            the file after a crash. Two processes must not use one mark at the same time.
         make: create missing folders above ``path``.
         temporary: name of the temporary file. The default is ``.STEM.MARK.SUFFIX``.
 
@@ -75,7 +74,7 @@ def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: b
 
 def path_of(file: BinaryIO) -> str:
     """Return a path by which a library can open the file of :func:`replacing` again."""
-    number = f"/proc/self/fd/{file.fileno()}"  # refers to this file even if another file now has its path
+    number = f"/proc/self/fd/{file.fileno()}"  # valid even if another file now has the path
     return number if os.path.exists(number) else str(file.name)
 
 
@@ -84,8 +83,7 @@ def path_of(file: BinaryIO) -> str:
 
 @contextlib.contextmanager
 def creating(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
-    """Delete the file at ``path``, if any, and yield a new, empty one ("w+b"). Raises the same errors as
-    :func:`replacing`."""
+    """Delete the file at ``path``, if any, and yield a new, empty one ("w+b"). Raises as :func:`replacing`."""
     with _folder(path.parent, root, False) as here, _create(path, here) as file:
         yield file
 
@@ -117,9 +115,9 @@ def touch(path: Path) -> None:
 
 
 def link_or_copy(source: Path, path: Path, *, root: Path | None = None, make: bool = False) -> None:
-    """Make a hard link at ``path`` to a regular file or, if that is impossible (another disk), a copy.
+    """Make a hard link at ``path`` to a regular file, or a copy if a link is impossible (another disk).
 
-    Symbolic links in ``source`` are followed. ``path`` must not exist. Raises the same errors as :func:`replacing`.
+    Symbolic links in ``source`` are followed. ``path`` must not exist. Raises as :func:`replacing`.
     """
     real = os.path.realpath(source)
     with _folder(path.parent, root, make) as here:
@@ -187,8 +185,7 @@ def remove_folder(path: Path, *, root: Path | None = None) -> None:
 
 
 def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
-    """Move all files below ``source`` to the same relative paths below ``folder`` on the same disk, over existing
-    files."""
+    """Move all files below ``source`` to ``folder`` on one disk. Keep their relative paths; replace existing files."""
     source = Path(os.path.abspath(source))
     for parent, _, names in os.walk(source):
         to = folder / Path(parent).relative_to(source)
@@ -198,8 +195,7 @@ def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
-    """Raise LinkRefused if one of these names in a folder is a link. Call before long work that will write these
-    files.
+    """Raise LinkRefused if one of these names in a folder is a link. Call this before long work that writes the files.
 
     flag: the flag that names the folder, for the message.
     """
@@ -322,8 +318,8 @@ MOST_WAITING = 64 << 20  # maximum bytes of records that wait in memory while th
 class RecordFile:
     """An append-only file of records. A record that can't be written waits for the next attempt.
 
-    The file is opened at the first record. After an error, the file is truncated to its last complete record: at once
-    or, if that fails, before the next write. ``lost`` counts records that were dropped because too many were waiting.
+    The file is opened at the first record. After an error, the file is cut back to complete records, at the latest
+    before the next write. ``lost`` counts records that were dropped because too many were waiting.
     """
 
     def __init__(self, path: Path, root: Path | None = None):
@@ -333,8 +329,7 @@ class RecordFile:
         self._size, self._torn = 0, False
 
     def append(self, record: bytes) -> None:
-        """Write all waiting records and then this one. Raises OSError if a record could not be written and still
-        waits."""
+        """Write all waiting records and then this one. Raises OSError if a record still waits."""
         self._waiting.append(record)
         while sum(map(len, self._waiting)) > MOST_WAITING and len(self._waiting) > 1:
             self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""Measure the wall-clock time that each stage of a program takes, from the start of its process to its end."""
+"""Measure the wall-clock time of a program's stages, from the start of the process on."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ T = TypeVar("T")
 class Stages:
     """Divide the time since the process began into named stages.
 
-    Calling the object with a name returns a context manager for a stage. The time of an inner stage does not count for
-    the outer one, so the stages add up to the age of the process. Only one thread may enter stages; :meth:`beside`
-    records the time of other threads.
+    Calling the object with a name returns a context manager for a stage. A stage does not include the time of inner
+    stages, so all stages add up to the age of the process. Only one thread may enter stages; :meth:`beside` adds the
+    time of other threads.
 
     Attributes:
         wait: function called at the end of every stage, to wait for an accelerator to finish its work.
@@ -43,7 +43,7 @@ class Stages:
             self._switch(outer)
 
     def _switch(self, name: str) -> str:
-        """Continue with the stage ``name``. Return the name of the stage that it interrupts."""
+        """Continue with the stage ``name``. Return the name of the interrupted stage."""
         now, before = time.perf_counter(), self._now
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._began
         self._now, self._began = name, now
@@ -81,7 +81,7 @@ class Stages:
 
 
 class Background(Generic[T]):
-    """Run ``work()`` in a daemon thread, which starts immediately and does not delay the end of the program."""
+    """Runs ``work()`` in a daemon thread. The thread starts immediately and does not delay the end of the program."""
 
     def __init__(self, work: Callable[[], T], name: str = "background"):
         self._work, self._error = work, None
@@ -99,8 +99,8 @@ class Background(Generic[T]):
         self.seconds = time.perf_counter() - began
 
     def result(self, seconds: float | None = None) -> T:
-        """Wait for the work. Return its result or raise its exception. Raises TimeoutError if the work takes longer
-        than ``seconds`` from now; its thread is not stopped."""
+        """Wait for the work, and return its result or raise its exception. After ``seconds``, raise TimeoutError; the
+        thread continues."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TimeoutError(f"no answer in {seconds:g} seconds")
@@ -110,7 +110,7 @@ class Background(Generic[T]):
 
 
 def process_seconds() -> float:
-    """Return the age of this process in seconds; if it is unknown, the time since this module was imported."""
+    """Return this process's age in seconds, or if it is unknown the time since the import of this module."""
     try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             began = float(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

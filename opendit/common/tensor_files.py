@@ -1,4 +1,4 @@
-"""Write safetensors files with a checksum, open them under any file name, and read the shapes in them."""
+"""Write safetensors files with a checksum, open them under any file name, and read tensor shapes."""
 
 import hashlib
 import json
@@ -35,9 +35,9 @@ _BLOCK = 16 << 20
 def write_file(
     to: Path | BinaryIO, blocks: Iterator[bytes | memoryview], *, root: Path | None = None
 ) -> dict[str, Any]:
-    """Write ``blocks`` to a file and sync it. Return its entry in a manifest: bytes, and the SHA-256 of ``blocks``.
+    """Write ``blocks`` to a file and sync it. Return its entry in a manifest: bytes, and SHA-256.
 
-    to: an open, empty file, or the path of a new file below ``root``. Raises OSError, which names the file.
+    to: an open, empty file, or the path of a new file below ``root``. Raises OSError with the file's name.
     """
     if isinstance(to, Path):
         with creating(to, root=root) as file:
@@ -47,7 +47,7 @@ def write_file(
         for block in blocks:
             digest.update(block)
             size += len(block)
-            while len(block):  # os.write may write only a part
+            while len(block):  # os.write may write less than asked
                 block = memoryview(block)[os.write(handle, block) :]
         os.fsync(handle)
     except OSError as error:
@@ -63,12 +63,11 @@ def write_tensors(
     *,
     root: Path | None = None,
 ) -> dict[str, Any]:
-    """Write CPU tensors as a safetensors file. Other arguments, result and errors are those of :func:`write_file`.
+    """Write CPU tensors as a safetensors file, as :func:`write_file` does.
 
     kinds: dtype and shape of each tensor. Give them if ``tensors`` reads a tensor from disk at each access.
 
-    safetensors' save_file is not used, because it neither hashes nor syncs, and its error does not show that a disk is
-    full.
+    Unlike safetensors' save_file, this function hashes and syncs, and its error shows that a disk is full.
     """
     if kinds is None:
         kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -111,8 +110,7 @@ def open_mapped(path: Path, framework: str = "pt") -> safe_open:
 
 
 def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
-    """Open a safetensors file. Raises ValueError, which names the file, if it is missing, damaged, or not a
-    regular file."""
+    """Open a safetensors file. Raises ValueError with the path if the file is missing, damaged or not regular."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError(f"{path} is no regular file")

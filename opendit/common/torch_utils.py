@@ -17,8 +17,8 @@ class _Decorator(Protocol):
     def __call__(self, function: Function, /) -> Function: ...
 
 
-# The form of torch.compiler.disable that torch's own optimizers use. It imports the compiler when the decorated
-# function is first called, not when it is decorated.
+# Form of torch.compiler.disable in torch's optimizers. The compiler is imported at the first call of a decorated
+# function, not at the decoration.
 _disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 not_compiled: _Decorator = _disable
 

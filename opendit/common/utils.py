@@ -1,6 +1,6 @@
 """Small helpers for every package: lazy imports, an error for users, SHA-256, and text for messages.
 
-Importing this module is cheap, because it imports only Python's standard library.
+This module imports only Python's standard library.
 """
 
 import contextlib
@@ -112,7 +112,7 @@ def shown(value: Any) -> str:
 
 
 def read_size(text: str, name: str) -> int:
-    """Convert ``1GB``, ``64MiB`` or a bare number to bytes. Raises ValueError, whose message begins with ``name``."""
+    """Convert ``1GB``, ``64MiB`` or a bare number to bytes. Raises ValueError that begins with ``name``."""
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(i?)b?", text.lower())
     size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0
     if found is None or not 1 <= size <= 1e15 or (found[3] and not found[2]):

@@ -1,12 +1,12 @@
 """Read YAML from untrusted sources within limits on size, depth, aliases and time.
 
-This module turns the parser's events into plain values one by one and without recursion, and checks every limit before
-memory grows. PyYAML's own composer crashes on deep nesting, and expands merge keys without a limit.
+PyYAML's composer crashes on deep nesting, and expands merge keys without a limit. This module therefore builds values
+from the parser's events, without recursion, and checks every limit before memory grows.
 
-A value is a string, a number, true, false, null, a list, or a dictionary with string keys. Ordinary content gives the
-same values as ``yaml.safe_load``. Dates, times such as ``1:30``, and other objects of YAML 1.1 stay strings. The reader
-refuses tags other than ``!!str``, ``!!seq`` and ``!!map``, numbers that two versions of YAML read differently
-(``010``), duplicate keys, and keys that are not strings. It accepts infinities and NaNs.
+A value is a string, number, true, false, null, list, or dictionary with string keys. Ordinary content gives the same
+values as ``yaml.safe_load``. Dates, times such as ``1:30``, and other YAML 1.1 objects stay strings. Infinities and
+NaNs are accepted. Tags other than ``!!str``, ``!!seq`` and ``!!map``, duplicate keys, keys that are not strings, and
+numbers that two YAML versions read differently (``010``) are refused.
 """
 
 import re
@@ -109,7 +109,7 @@ class _Finished:
 
 
 class _Open:
-    """A list or dictionary whose end has not been read yet."""
+    """A list or dictionary that has not been read to the end."""
 
     def __init__(self, event: Any, value: list[Any] | dict[str, Any]):
         self.anchor, self.value, self.event = event.anchor, value, event
@@ -177,7 +177,7 @@ class _Builder:
         done = self.open.pop()
         if (
             isinstance(done.value, dict) and done.merge is not None
-        ):  # merged keys come first, and the dictionary's own keys override them
+        ):  # merged keys come first; keys of the dictionary itself override them
             own = dict(done.value)
             done.value.clear()
             for merged in reversed(done.merge):
@@ -240,7 +240,7 @@ def _is_merge(event: yaml.ScalarEvent) -> bool:
 
 
 def _merged(event: yaml.Event, value: Any) -> list[dict[str, Any]]:
-    """Return the dictionaries whose keys a merge key ``<<`` copies."""
+    """Return the dictionaries that a merge key ``<<`` copies."""
     found = value if isinstance(value, list) else [value]
     if not all(isinstance(part, dict) for part in found):
         raise _BadValue(event, "<< takes over keys of a dictionary, or of a list of them")
@@ -290,7 +290,7 @@ def require_known(found: dict[Any, Any], known: Sequence[str], where: str, hints
 
 
 def positive(value: Any, what: str, where: str) -> Fraction:
-    """Return a positive number as an exact fraction. Raises ValueError, whose message calls the value ``what``."""
+    """Return a positive number as an exact fraction. Raises ValueError. what: name of the number in the message."""
     try:  # YAML reads 1e3 as a string, so also accept strings
         number = float(value) if type(value) in (int, float, str) and len(str(value)) <= 100 else 0.0
         if 1e-15 < number < 1e15:

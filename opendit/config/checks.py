@@ -79,8 +79,8 @@ def check_no_folder(file: str, flag_name: str) -> None:
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Check that an output file can be written: it is no folder or link, and its folder exists. With ``makes_folder``,
-    it is enough that the folder can be created."""
+    """Check that an output file can be written, and is no folder or link. With ``makes_folder``, a folder above the
+    file may be missing."""
     check_no_folder(file, flag_name)
     path = Path(file)
     try:

@@ -396,7 +396,7 @@ class CommandLine(argparse.ArgumentParser):
     def _repeated(self, words: list[str]) -> Iterator[str]:
         """Yield a note for each flag that is repeated with another value, or as its opposite.
 
-        A repeated flag is no error, because scripts put their flags before the user's flags, which override them.
+        A repeated flag is no error: users override a script's flags by adding flags.
         """
         before: dict[str, list[str]] = {}
         starts = [place for place, word in enumerate(words) if word.startswith("--")]

@@ -59,9 +59,9 @@ TAKES = "FIRST:LAST:SHARE or FIRST:LAST:SHARE:sprint, as in 2:8:0.5: blocks from
 class TokenRoute:
     """A ``share`` of each sample's tokens skips blocks ``first`` to ``last`` - 1, counted from 0.
 
-    fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD. until: step from
-    which on no token skips blocks; None for never. drop: with ``fused``, fraction of a training step's samples that
-    drop the result of these blocks.
+    fused: fuse the tokens before and after these blocks (SPRINT), or not (TREAD). until: step from which on no token
+    skips blocks; None for never. drop: with ``fused``, fraction of a training step's samples that drop the result of
+    these blocks.
     """
 
     first: int

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The configuration of ``opendit evaluate``: all of its flags, and the checks across them."""
+"""The flags of ``opendit evaluate``, and the checks across them."""
 
 import dataclasses
 import itertools

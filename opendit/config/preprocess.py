@@ -1,4 +1,4 @@
-"""All flags of preprocess.py's commands, and the checks across them."""
+"""The flags of preprocess.py's commands, and the checks across them."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The configuration of sample.py: all of its flags, and the checks across them.
+"""The flags of sample.py, and the checks across them.
 
 Settings of the approximations --guidance_every and --cache come from two papers:
 

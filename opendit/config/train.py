@@ -1,4 +1,4 @@
-"""The configuration of train.py: all of its flags, and the checks across them."""
+"""The flags of train.py, and the checks across them."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -196,10 +196,10 @@ class TrainConfig(
         return replace(self, pretrained=fetched(self.pretrained, "--pretrained", self.download, commit))
 
     def _resolve_public(self) -> "TrainConfig":
-        """Fill in a public model's flags, if --pretrained or --load names its folder or a run that trains it.
+        """Fill in a public model's flags, if --pretrained or --load names its folder or a run that trains the model.
 
-        Always set the model and objective. Set picture size, VAE and text encoders unless the command line does.
-        Raises ValueError for flags that contradict the model.
+        Always set model and objective. Set picture size, VAE and text encoders unless the user does. Raises ValueError
+        for flags that contradict the model.
         """
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)
@@ -225,7 +225,7 @@ class TrainConfig(
             settings["pretrained"] = self._expert_of(folder)
         if "image_size" not in self.given:
             settings["image_size"] = PUBLIC[name.partition("/")[0]].image_size
-        named = set()  # flags set by --pretrained, which count as given
+        named = set()  # flags that --pretrained sets; they count as given
         if (folder / "vae").is_dir() and "vae" not in self.given:
             settings["vae"] = str(folder / "vae")
             named.add("vae")
