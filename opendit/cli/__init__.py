@@ -1,1 +1,1 @@
-"""The console command ``opendit``, which starts all programs. Importing it does not import torch."""
+"""The console command ``opendit``. Importing this package does not import torch."""

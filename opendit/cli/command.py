@@ -1,5 +1,5 @@
 # pyright: standard
-"""The console command ``opendit``, which runs one of the programs, and ``opendit.train``, which runs train.py.
+"""The console command ``opendit`` for all programs, and ``opendit.train`` for train.py.
 
 opendit train --model DiT-S/2 --data_path FOLDER
 opendit sample --ckpt outputs/000-DiT-S-2 --class_labels 0 1
@@ -25,8 +25,7 @@ from opendit.config.train import TrainConfig
 
 
 def program(name: str) -> ModuleType:
-    """Import the script ``name``.py from an installed wheel or the repository, and cache the module. Raises
-    ModuleNotFoundError."""
+    """Import the script ``name``.py from a wheel or the repository, once. Raises ModuleNotFoundError."""
     full = f"opendit.cli.scripts.{name}"
     if full in sys.modules:
         return sys.modules[full]
@@ -50,12 +49,12 @@ def program(name: str) -> ModuleType:
 def train(config: TrainConfig, data: Any = None) -> Path:
     """Run train.py with the flags of ``config`` in this process. Return the run's folder; None with --dry_run.
 
-    The data set ``data`` replaces ``data_path``. It is an ``opendit.data.MediaDataset``, or a map-style data set whose
-    samples are dictionaries with "image" or "video" and with "text" or "label" (docs/python.md). A field at its default
-    value is treated like an omitted flag. To train on several processes, call this in a script that torchrun starts.
+    ``data`` replaces ``data_path``. It is an ``opendit.data.MediaDataset``, or a map-style data set of dictionaries
+    with "image" or "video" and with "text" or "label" (docs/python.md). A field at its default value counts as an
+    omitted flag. For several processes, call this in a script that torchrun starts.
 
-    Raises ValueError for a configuration that can't work. A failed run has printed a message; its error is raised
-    again, or RuntimeError if the error is unknown.
+    Raises ValueError for a configuration that can't work. If the run fails, raises the run's error, or RuntimeError
+    if that error is unknown.
     """
     config = as_given(config)
     if data is not None:
@@ -75,8 +74,8 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` as if parsed from a command line that sets only the fields that differ from their defaults. The
-    other fields get the values of its recipe and of its YAML file. A parsed configuration is returned unchanged."""
+    """Return ``config`` as if a command line had set the fields that differ from their defaults. All other fields come
+    from the recipe and the YAML file. A parsed configuration is returned unchanged."""
     if config.given:
         return config
     plain = TrainConfig()

@@ -20,7 +20,7 @@ from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 
 SHELLS = ("bash", "zsh", "tcsh")
-FILES = ("path", "folder", "file", "csv", "csv2", "data")  # units of flags whose values may be files
+FILES = ("path", "folder", "file", "csv", "csv2", "data")  # units of flags with files as values
 CONFIGS = {"train": TrainConfig, "sample": SampleConfig, "evaluate": EvaluateConfig}
 
 

@@ -1,6 +1,6 @@
 """Convert OpenDiT checkpoints to and from diffusers' folders and Meta's .pt files.
 
-``python -m opendit.export`` is the command. Each function of this package is imported at its first use.
+``python -m opendit.export`` is the command. Functions are imported at first use.
 """
 
 from typing import TYPE_CHECKING

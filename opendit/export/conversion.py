@@ -1,8 +1,8 @@
 """Convert OpenDiT checkpoints to and from diffusers' folders, LoRA files and Meta's .pt files.
 
-diffusers' DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the sinusoids of the timestep, where Meta's
-model has 0. So the output of a stock pipeline has a small error, which :func:`load_pipeline` removes. A trained public
-model is exported as a copy of the published folder with other weights. The keys of a LoRA file have these forms:
+diffusers' DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the timestep's sinusoids; Meta's model has 0.
+So a stock pipeline has a small error. :func:`load_pipeline` removes this error. An exported public model is a copy of
+the published folder with other weights. The keys of a LoRA file have these forms:
 
 diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; no alphas, since alpha / rank is part of B
 comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, depending on the family
@@ -59,7 +59,7 @@ SCHEDULER: dict[str, Any] = dict(
 
 
 def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) -> None:
-    """Raise ValueError if the DiT of ``target`` can't represent the model. target: "diffusers" or "Meta's code"."""
+    """Raise ValueError if ``target``'s DiT can't represent the model. target: "diffusers" or "Meta's code"."""
     if config.kind == PublicConfig.kind and target == "diffusers":
         raise ValueError(
             f"--base: left out; name the folder of the public model {info.get('model', '')} that was trained"
@@ -90,7 +90,7 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
 
 
 def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Convert OpenDiT's state dict to DiTTransformer2DModel's names. No two tensors share memory, because safetensors
+    """Convert OpenDiT's state dict to DiTTransformer2DModel's names. Tensors share no memory, because safetensors
     forbids it. The label table grows to DiTPipeline's 1000 classes: row 1000 gets the null class, new rows are zero."""
     table = state["y_embedder.embedding_table.weight"]
     full = table.new_zeros(NULL_CLASS + 1, table.shape[1])
@@ -114,7 +114,7 @@ def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def correct_timesteps(transformer: Any) -> None:
-    """Give a DiTTransformer2DModel the sinusoids of the timestep with which OpenDiT's and Meta's DiTs are trained."""
+    """Give a DiTTransformer2DModel the timestep sinusoids of OpenDiT's and Meta's DiTs."""
     for block in transformer.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
 
@@ -129,7 +129,7 @@ def load_pipeline(folder: str | Path, **options: Any) -> Any:
 
 
 def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
-    """Load the model of --ckpt, and print the notes of ``load_pretrained``, for example about a damaged checkpoint."""
+    """Load the model of --ckpt, and print the notes of ``load_pretrained``."""
     notes: list[str] = []
     loaded = pretrained.load_pretrained(ckpt, model, notes=notes)
     for note in notes:
@@ -167,7 +167,7 @@ def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None
         norm_eps=1e-6,
     ).eval()
     transformer.load_state_dict(to_diffusers_state(network.state_dict(), config))
-    # A pipeline can only save diffusers' own class.
+    # A pipeline can only save a VAE of diffusers' class.
     decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
     scheduler: Any = DDIMScheduler(**SCHEDULER)  # Any, because diffusers declares an enum where it takes a string
@@ -196,8 +196,9 @@ def export_meta(ckpt: str, output: Path, model: str | None) -> None:
 def import_weights(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> tuple[str, Path]:
-    """Convert a DiTPipeline folder, Meta's .pt file, or any OpenDiT checkpoint to OpenDiT's safetensors, in several
-    files if they have more than ``most_bytes``. Return the model's name, and the written file or index. Raises
+    """Convert a DiTPipeline folder, Meta's .pt file or an OpenDiT checkpoint to OpenDiT's safetensors.
+
+    Weights above ``most_bytes`` go into several files. Return the model's name, and the written file or index. Raises
     ValueError or FileNotFoundError if ``ckpt`` is none of these, or the model is not supported."""
     weights = _read(Path(ckpt), model)
     assert weights.config is not None  # _read always returns a configuration
@@ -214,8 +215,8 @@ def import_weights(
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """Read the weights to convert, of a run those of the newest intact checkpoint. Meta's .pt needs ``model``. A LoRA
-    is merged into its base. Other weights of OpenDiT stay in their file until they are written."""
+    """Read the weights to convert. Of a run, read the newest intact checkpoint. Meta's .pt needs ``model``. A LoRA is
+    merged into its base. Other OpenDiT weights are not loaded before they are written."""
     stands = pretrained.find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
         raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")
@@ -241,7 +242,7 @@ MOST_FILES = 10_000  # maximum number of files of a component
 
 def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
     """Compare a run's maximum number of caption tokens with the default of diffusers' pipeline. If they differ, return
-    metadata with the run's number, and add a message to ``notes``; otherwise return {}."""
+    the run's number as metadata and add a note. Otherwise return {}."""
     text = None if weights.config is None else weights.config.text
     if text is None or text.max_tokens == family.text.tokens:
         return {}
@@ -259,16 +260,17 @@ def export_published(
     more: Mapping[str, str] | None = None,
     low: tuple[Mapping[str, Tensor], Path, foreign.PublishedFolder] | None = None,
 ) -> list[str]:
-    """Write a folder that diffusers loads: ``base`` with other weights. Files of other components are hard links to the
-    files in ``base`` if both are on one disk, else copies. The new folder gets its final name, and replaces an existing
-    folder, after all files are written.
+    """Write a folder for diffusers: ``base`` with other weights.
+
+    Files of other components become hard links, or copies if ``output`` is on another disk. ``output`` is created or
+    replaced only after all files are written.
 
     state: weights by OpenDiT's names. source: path of the weights, for messages. more: further metadata of the weights
-    file. low: ``state``, ``source`` and ``base`` of the low-noise network, if both networks of a pipeline are written.
+    file. low: state, source and base of a pipeline's low-noise network.
 
     Return the files of ``base`` that were not copied, because they may hold code. Raises ValueError if the weights do
-    not fit ``base``, a file of ``base`` is a link out of the folder, or ``output`` holds something other than a
-    pipeline, and OSError if a file can't be written."""
+    not fit ``base``, a file of ``base`` links out of the folder, or ``output`` holds anything but a pipeline. Raises
+    OSError if a file can't be written."""
     output = Path(os.path.abspath(output))
     root = output.parent
     safe_files.refuse_links(root, [output.name])
@@ -307,7 +309,7 @@ def export_published(
 
 
 def _check_output(output: Path, read: tuple[Path, ...]) -> None:
-    """Raise ValueError if ``output`` exists, unless it is empty or a pipeline, and contains no path of ``read``."""
+    """Raise ValueError if ``output`` contains a path of ``read``, or anything but a pipeline."""
     if not output.exists():
         return
     inside = next((path for path in read if path.resolve().is_relative_to(output.resolve())), None)
@@ -319,8 +321,7 @@ def _check_output(output: Path, read: tuple[Path, ...]) -> None:
 
 
 def _take_place(new: Path, output: Path, old: Path) -> None:
-    """Rename the folder ``new`` to ``output``. If ``output`` has files, it is first renamed to ``old``, and removed at
-    the end."""
+    """Rename the folder ``new`` to ``output``. An ``output`` with files is first renamed to ``old``, then removed."""
     if not output.exists() or not os.listdir(output):
         return safe_files.rename(new, output)
     safe_files.rename(output, old)
@@ -333,8 +334,8 @@ def _take_place(new: Path, output: Path, old: Path) -> None:
 
 
 def _others(base: foreign.PublishedFolder) -> Iterator[tuple[Path, Path]]:
-    """Yield (file, path relative to the pipeline) for a pipeline's model_index.json, its licences, and the files of its
-    components other than ``base.transformer``. Yield nothing if ``base`` is a network alone."""
+    """Yield (file, path relative to the pipeline) for a pipeline's model_index.json, licences, and components other
+    than ``base.transformer``. Yield nothing if ``base`` is a network alone."""
     if base.pipeline is None:
         return
     for path in sorted(base.pipeline.iterdir()):
@@ -361,8 +362,8 @@ def _is_plain(name: str) -> bool:
 
 
 def name_of(base: foreign.PublishedFolder) -> str:
-    """Return the name of a public model's folder for metadata: in the Hugging Face cache REPOSITORY@COMMIT, else that
-    of the pipeline's folder."""
+    """Return a public model's name for metadata: REPOSITORY@COMMIT in the Hugging Face cache, else the pipeline
+    folder's name."""
     folder = (base.pipeline or base.transformer).resolve()
     for path in (folder, folder.parent):
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
@@ -371,12 +372,13 @@ def name_of(base: foreign.PublishedFolder) -> str:
 
 
 def export_run(ckpt: str, output: Path, base: str, most_bytes: int) -> list[str]:
-    """Convert a checkpoint or a run of a public model to a folder that diffusers loads (see :func:`export_published`).
-    ckpt: a checkpoint, a run (whose newest intact checkpoint is read), a weights file, or a public model's folder.
-    base: the public model's folder. The user must name it, because a path in a checkpoint is not trusted.
+    """Convert a public model's checkpoint or run to a folder for diffusers; see :func:`export_published`.
 
-    Return messages for the user. Raises ValueError or FileNotFoundError if the weights are missing, damaged, or belong
-    to another model, and OSError if a file can't be written."""
+    ckpt: a checkpoint, a run (its newest intact checkpoint), a weights file, or a public model's folder. base: the
+    public model's folder. The user must name it, because a path in a checkpoint is not trusted.
+
+    Return notes for the user. Raises ValueError or FileNotFoundError if weights are missing, damaged, or of another
+    model, and OSError if a file can't be written."""
     notes: list[str] = []
     if foreign.is_published(ckpt):
         weights = Weights(foreign.open_published(ckpt).tensors(), Path(ckpt))
@@ -405,11 +407,11 @@ def export_lora(
     base: str | None,
     form: str = "diffusers",
 ) -> tuple[list[str], str]:
-    """Write the LoRA of a run as one file. Return messages for the user, and the call of diffusers' pipeline that reads
-    the file, "" for none. base: the public model's folder, whose headers are read; None for the folder that the
-    checkpoint names. form: the names in the file: diffusers, comfyui or kohya.
+    """Write a run's LoRA as one file. Return notes for the user, and the call in diffusers that reads the file ("" for
+    none).
 
-    Raises ValueError or FileNotFoundError, with one line, if a file is missing or ``ckpt`` is not a LoRA of a public
+    base: the public model's folder; None for the folder that the checkpoint names. form: the key format: diffusers,
+    comfyui or kohya. Raises ValueError or FileNotFoundError if a file is missing or ``ckpt`` is not a LoRA of a public
     model, and OSError if the file can't be written."""
     weights = pretrained.read_newest(ckpt)
     if "lora" not in weights.info:
@@ -463,13 +465,13 @@ def _named(products: Products, opened: foreign.PublishedFolder, form: str) -> di
         key = f"diffusion_model.{layer}" if form == "comfyui" else f"lora_unet_{layer.replace('.', '_')}"
         a, b = as_one(parts, shapes[name])
         state |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
-        state[f"{key}.alpha"] = torch.tensor(parts[0].scale * len(a))  # all parts of a run's LoRA have one scale
+        state[f"{key}.alpha"] = torch.tensor(parts[0].scale * len(a))  # a run's LoRA has only one scale
     return state
 
 
 def _metadata(lora: Lora, opened: foreign.PublishedFolder, form: str, title: str) -> dict[str, str]:
-    """Return the metadata of a LoRA file, with the keys that ComfyUI, AUTOMATIC1111 and model managers show: modelspec
-    and kohya's ss. No key is just "rank" or "alpha", which a program might apply a second time."""
+    """Return a LoRA file's metadata, with the keys that ComfyUI, AUTOMATIC1111 and model managers show: modelspec and
+    kohya's ss. No key is just "rank" or "alpha", because a program might apply such a value again."""
     family, alpha = opened.family, f"{lora.alpha:g}"
     variant = family.variant(opened.index)
     architecture = (variant and variant.architecture) or family.architecture
