@@ -52,7 +52,7 @@ from opendit.models.finetuning import Lora, check_lora
 from opendit.models.layers import PLAIN
 from opendit.models.zoo import Weights, empty_model
 
-NULL_CLASS = 1000  # the label of "no class" that DiTPipeline hard-codes
+NULL_CLASS = 1000  # DiTPipeline's label for "no class"
 SCHEDULER: dict[str, Any] = dict(
     beta_start=1e-4, beta_end=0.02, beta_schedule="linear", clip_sample=False, num_train_timesteps=1000
 )
@@ -138,8 +138,8 @@ def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
 
 
 def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES) -> None:
-    """Write a DiTPipeline folder, with each network's weights in files of at most ``most_bytes``. Raises ValueError,
-    with the reason, if DiTPipeline can't represent the model."""
+    """Write a DiTPipeline folder with weights files of at most ``most_bytes``. Raises ValueError if DiTPipeline can't
+    represent the model."""
     network, weights = _load(ckpt, model)
     config = network.config
     refuse_unless_plain(config, weights.info, "diffusers")
