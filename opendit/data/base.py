@@ -1,9 +1,9 @@
 """The interface of data sets, and the reading of samples.
 
-Every data set is a ``MediaDataset``. A blend or a held-out split is a data set that wraps others.
+Every data set is a ``MediaDataset``. Blends and held-out splits are data sets that wrap other data sets.
 
-Training requests each sample by a ``SampleKey``. The key and the run's seed determine all random changes of the sample,
-so they are the same in any process, on any number of GPUs and after any resume."""
+Training requests each sample by a ``SampleKey``. The key and the run's seed determine all random changes of a sample.
+So samples are the same in any process, on any number of GPUs and after any resume."""
 
 import math
 from collections import Counter
@@ -25,11 +25,11 @@ from opendit.data.order import SourceRows
 from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
 
-# Tolerance of display times in seconds. Matroska rounds times to milliseconds, and files of other formats that were
-# copied from a Matroska stream keep the rounded times.
+# Tolerance of display times in seconds. Matroska rounds times to milliseconds, and files converted from Matroska keep
+# the rounded times.
 ROUNDING = 1e-3 + 1e-6
-COLOURS = "colours"  # ``Image.info`` of a decoded picture holds its ``Medium.colours`` under this key
-# Previews show these quantiles of the latents as black and white, so that outliers don't reduce the contrast.
+COLOURS = "colours"  # key in ``Image.info`` for a decoded picture's ``Medium.colours``
+# Previews show these two quantiles of the latents as black and white, because outliers would reduce the contrast.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
@@ -89,8 +89,8 @@ def count_colours(media: Iterable[Medium]) -> list[str]:
 
 
 class Small(NamedTuple):
-    """Size of a sample that fills only the upper left part of its batch entry, until ``clips.enlarge`` enlarges it.
-    mirrored: the sample must also be mirrored, after it has been enlarged."""
+    """Size of a sample that is smaller than its batch entry. ``clips.enlarge`` enlarges the sample, and mirrors it if
+    ``mirrored``."""
 
     height: int
     width: int
@@ -120,8 +120,8 @@ class Embedding(NamedTuple):
 class FirstFrames(NamedTuple):
     """Cached inputs of an image-to-video model, from a clip's first frame. A batch adds a leading dimension B."""
 
-    latents: Tensor  # (C, t, h, w) float16, a VAE's unscaled means of the clip whose later frames are replaced by grey
-    # (L, D) float16, an image encoder's tokens of the first frame; (0, 0) for models without such an encoder
+    latents: Tensor  # (C, t, h, w) float16, a VAE's unscaled means of the clip, with grey instead of all later frames
+    # (L, D) float16, an image encoder's tokens of the first frame; (0, 0) if the model has no such encoder
     tokens: Tensor
 
 
@@ -129,9 +129,9 @@ class View(NamedTuple):
     """Options for reading one row."""
 
     flip: bool = False  # mirror the sample left to right
-    # Crop offset (down, across), each a fraction in [0, 1) of the largest possible offset; None centres the crop.
+    # Crop offset (down, across), as fractions in [0, 1) of the largest possible offset; None centres the crop.
     place: tuple[float, float] | None = None
-    tags: int | None = None  # random key by which ``Recaptioned`` changes the caption's tags; None changes none
+    tags: int | None = None  # random key that changes the caption's tags (``Recaptioned``); None changes none
     start: float | None = None  # number in [0, 1) that selects one of a clip's windows; None selects the middle one
     # (frames, height, width) in pixels; None means ``sample_shape``. Cached latents and ``digits`` ignore it.
     shape: Size | None = None
@@ -148,13 +148,13 @@ class Item(NamedTuple):
     x: Tensor  # pixels or latents, float32 or uint8; :class:`View` determines shape and type
     y: int = 0  # class, if the conditioning is by label
     text: str | None = None  # caption, if the conditioning is by text
-    skipped: tuple[str, ...] = ()  # "path: reason" of each row that could not be read before this one
+    skipped: tuple[str, ...] = ()  # "path: reason" of each unreadable row tried before this one
     embedding: Embedding | None = None  # cached embedding of the caption
     features: Tensor | None = None  # (N, width) float16 cached features of the picture's tokens
     first: FirstFrames | None = None
-    small: Small | None = None  # the size of ``x`` if it must still be enlarged
-    whole: tuple[int, ...] = ()  # (height, width) to which ``x`` must be enlarged; () if ``small`` is None
-    shortened: bool = False  # True if a clip was too short, so that its frames are closer together than requested
+    small: Small | None = None  # size of ``x`` if it must still be enlarged
+    whole: tuple[int, ...] = ()  # (height, width) after enlarging; () if ``small`` is None
+    shortened: bool = False  # True if a clip was so short that its frames are closer together than requested
     bytes_read: int = 0  # bytes read from files and tars; 0 if samples are generated or in memory
 
 
@@ -167,7 +167,7 @@ class CachedFeatures(NamedTuple):
 
 
 class BadSample(Exception):
-    """Raised for a row that can't be used, such as a damaged file. ``SampleReader`` reads another row in its place."""
+    """Raised for a row that can't be used, such as a damaged file. ``SampleReader`` then reads another row."""
 
     def __init__(self, path: str, reason: object):
         super().__init__(f"{printable(path)}: {printable(str(reason))}")
@@ -188,9 +188,9 @@ class Description:
     """Properties of a data set."""
 
     text: str  # one line for the log
-    sample_shape: tuple[int, ...]  # (C, H, W) or (C, T, H, W) of ``Item.x``, unless a :class:`View` requests another
-    kind: str = "pixels"  # or "latents", if samples are a VAE's means and standard deviations
-    conditioning: str = "label"  # items have a class ``y``; or "text", items have a caption ``text``
+    sample_shape: tuple[int, ...]  # (C, H, W) or (C, T, H, W) of ``Item.x``, unless the :class:`View` has a shape
+    kind: str = "pixels"  # "latents" if samples are a VAE's means and standard deviations
+    conditioning: str = "label"  # "label": items have a class ``y``; "text": items have a caption ``text``
     class_names: list[str] = field(default_factory=list)  # in the order of the labels; empty for "text"
     clips: ClipReading | None = None  # None if the data set has no clips
     random_flip: bool = False  # training mirrors half of the samples
@@ -208,17 +208,17 @@ class Description:
     max_tokens: int = 0
     empty_caption: Embedding | None = None
     features: CachedFeatures | None = None
-    first_frames: int | None = None  # channels of cached first-frame tokens; 0 without tokens
-    cut_captions: tuple[str, ...] = ()  # lines for the log about captions truncated before they were embedded
+    first_frames: int | None = None  # channels of cached first-frame tokens; 0 if only latents are cached
+    cut_captions: tuple[str, ...] = ()  # lines for the log about truncated captions of cached embeddings
     notes: tuple[str, ...] = ()  # lines for the log about files left out
-    # (rows, how many of their captions to check before training) of each source; empty means ``USUALLY_COUNTED``
+    # For each source: (rows, number of captions to check before training). Empty means ``USUALLY_COUNTED``.
     counted_captions: tuple[tuple[int, int], ...] = ()
     sources: SourceRows | None = None  # the sources of a blend
-    blend: str | None = None  # the weights of a blend as text, for the log and for the check at a resume
-    # Returns (rows, file number of each row) of each source. Rows may share a file, such as a picture with several
+    blend: str | None = None  # a blend's weights as text, for the log and for the check at a resume
+    # Returns (rows, file number of each row) for each source. Rows may share a file, such as a picture with several
     # captions. None instead of the numbers means one file per row.
     files: Callable[[], list[tuple[int, np.ndarray | None]]] | None = None
-    # Returns (largest label, name of a sample with that label), or None if it is not known.
+    # Returns (largest label, name of a sample with that label); None if unknown.
     largest_label: Callable[[], tuple[int, str] | None] = lambda: None
 
     @property
@@ -230,8 +230,8 @@ class Description:
 class Shapes:
     """Shapes of a data set's samples, and sizes of its files."""
 
-    # (rows,) integers, possibly memory-mapped, or one integer for all rows. Only rows with equal keys, whose samples
-    # have the same shape, may share a micro-batch.
+    # Rows with equal keys have samples of one shape. A micro-batch has rows of one key only. (rows,) integers, possibly
+    # memory-mapped, or one integer for all rows.
     keys: np.ndarray | int = 0
     # Returns (rows, 3) int32, the upright :data:`Size` of each row's file; None if all files have ``sample_shape``.
     media: Callable[[], np.ndarray | None] = lambda: None
@@ -254,8 +254,7 @@ class Shapes:
 
 
 class Fingerprint:
-    """Hashes that identify a data set. Each is computed at its first use. checksums: SHA-256 of the files; None if they
-    are not known."""
+    """Hashes that identify a data set, computed at first use. checksums: SHA-256 of the files; None if unknown."""
 
     def __init__(
         self,
@@ -267,18 +266,18 @@ class Fingerprint:
 
     @cached_property
     def identity(self) -> str:
-        """Hash of all rows, from the names and labels of their files or from their contents."""
+        """Hash of all rows: of the files' names and labels, or of the files' contents."""
         return self._identity()
 
     @cached_property
     def contents(self) -> str | None:
-        """Hash of the files' contents (see ``hash_files``) if :attr:`identity` covers only their names, else None."""
+        """Hash of the files' contents (see ``hash_files``); None if :attr:`identity` covers the contents."""
         return self._contents()
 
 
 class MediaDataset(Dataset[Any]):
     """Base class of data sets. A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for
-    samples of several shapes, ``shapes``. It may override others, for example to read a caption without its picture."""
+    samples of several shapes, ``shapes``. A subclass may override more."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -294,7 +293,7 @@ class MediaDataset(Dataset[Any]):
         raise NotImplementedError
 
     def describe(self) -> Description:
-        """Return the description. A call may take milliseconds: call it before a loop, not in it."""
+        """Return the description. A call may take milliseconds, so do not call this in a loop."""
         raise NotImplementedError
 
     def source(self, row: int) -> str:
@@ -310,16 +309,16 @@ class MediaDataset(Dataset[Any]):
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return (medium, frames) of a row for display. The frames are the distinct ones of the first, middle and last
-        frame, (n, H, W) or (n, H, W, 3) uint8. May raise any exception."""
+        """Return (medium, frames) of a row for display. The frames are the first, middle and last, without repeats: (n,
+        H, W) or (n, H, W, 3) uint8. May raise any exception."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Start to fetch ``rows``, which will be read next in this order. By default nothing is fetched."""
+        """Start to fetch ``rows``, which will be read next in this order. The base class does nothing."""
 
     def next_row(self, row: int) -> int:
-        """Return the row to read instead of an unreadable ``row``: the next row of the same shape, cyclically."""
+        """Return the row to read if ``row`` is unreadable: the next row of its shape, cyclically."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
@@ -331,8 +330,8 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads samples by their keys, draws their random numbers, and replaces unreadable rows. as_bytes, enlarge: see
-    :class:`View`. augment: False disables all random changes."""
+    """Reads samples by their keys, draws their random numbers, and replaces unreadable rows. augment: False disables
+    all random changes. as_bytes, enlarge: see :class:`View`."""
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
         self.dataset, self.about = dataset, dataset.describe()
@@ -341,10 +340,10 @@ class SampleReader:
     def items(self, sample_keys: Sequence[SampleKey], on_read: Callable[[int], None] | None = None) -> Iterator[Item]:
         """Yield the samples of one step.
 
-        sample_keys: keys that all have the same ``step``. on_read: called with each row before it is read.
+        sample_keys: keys with one ``step``. on_read: called with each row before the row is read.
 
-        Raises DataError if more than max(100, ``max_bad`` * rows) consecutive rows, or all of a shape, are unreadable.
-        """
+        Raises DataError for more than max(100, ``max_bad`` * rows) unreadable rows in succession, or for all of a
+        shape."""
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         drawn: dict[str, list[Any]] = {}
         if self.augment and self.about.random_flip:
@@ -363,8 +362,7 @@ class SampleReader:
     def _item(self, first: int, view: View, on_read: Callable[[int], None] | None) -> Item:
         skipped: list[str] = []
         row = first
-        # All of the unreadable rows that max_bad tolerates may be consecutive, for example in a broken class folder.
-        # Only a longer run of unreadable rows is fatal.
+        # ``max_bad`` tolerates some unreadable rows in succession, for example a broken class folder.
         for _ in range(max(100, int(self.about.max_bad * len(self.dataset))) + 1):
             if on_read is not None:
                 on_read(row)
@@ -389,7 +387,7 @@ class BadFileCounter:
     """Counts readable and unreadable files, and reports each unreadable file once.
 
     max_bad: largest tolerated fraction of unreadable files, checked once ``minimum`` files were tried. on_skip: called
-    with "path: reason" of each unreadable file."""
+    with "path: reason" for each unreadable file."""
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
         self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum

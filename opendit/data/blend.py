@@ -45,12 +45,13 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """Data set of the concatenated rows of several data sets, the sources ``parts`` with their ``names``.
+    """Several data sets as one: the rows of all sources, one source after the other.
 
     Args:
+        names, parts: names and data sets of the sources.
         stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as rows.
         shown: the blend's name in messages.
-        classes: for each source, a mapping that renames its classes to the blend's. Other names stay.
+        classes: per source, a mapping from its class names to the blend's. Names not in the mapping stay.
         union: True if the blend has the classes of all sources; False requires the same classes in all sources.
 
     Raises ValueError if the sources can't be trained on together."""
@@ -255,8 +256,8 @@ def _merged(
     return merged, [np.array([number[each] for each in own], dtype=np.int64) for own in renamed]
 
 
-MOST = 1_000  # maximum number of sources, and of changes of their weights
-LONGEST = 4096  # maximum characters of a path, a name or the value of a flag in ``OF_CAPTIONS``
+MOST = 1_000  # maximum number of sources, and of weight changes
+LONGEST = 4096  # maximum characters of a path, name or flag value
 OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that each source may set separately
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 

@@ -1,11 +1,12 @@
 """Find pictures and clips with captions in tables and folders, write tables, and check the files.
 
-A table is CSV, JSON lines or Parquet, with a column of files and one of captions. The column of files is called
-``path`` or ``file_name``, that of captions ``text`` or ``caption``. A CSV without a header begins with the columns
-``path,text``. Paths are absolute or relative to the table's folder. Captions are UTF-8; file names may have any bytes.
+A table is CSV, JSON lines or Parquet. Its file column is called ``path`` or ``file_name``, and its caption column
+``text`` or ``caption``. A CSV without a header begins with the columns ``path,text``. Paths are absolute or relative to
+the table's folder. Captions are UTF-8; file names may have any bytes.
 
 A folder holds metadata.jsonl, metadata.csv or metadata.parquet, like an imagefolder of Hugging Face ``datasets``.
-Otherwise the caption of name.jpg is in name.txt, in name.caption, or in name.json under "caption" or "text"."""
+Without such a table, the caption of name.jpg is in name.txt, in name.caption, or in name.json under "caption" or
+"text"."""
 
 import csv
 import io
@@ -73,7 +74,8 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """True if the file's suffix, or else its first bytes, are those of a picture format, animated or not."""
+        """True if the suffix names a picture format, animated or not. The file's first bytes decide if the suffix is
+        unknown."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
@@ -81,7 +83,7 @@ class TableRow:
 
     @property
     def is_picture(self) -> bool:
-        """True if the file is read as a picture: one in a picture format that is not an animation."""
+        """True if the file is read as a picture: it has a picture format and is not an animation."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
@@ -117,8 +119,8 @@ USUAL = Columns()
 
 def read_table(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
     """Read the rows of a table of media, in order. A missing caption (null) becomes an empty one. The first line of a
-    CSV is a header if it names both columns. name: the table's name in messages, by default ``--data_path`` and its
-    path. Raises FileNotFoundError or ValueError (NoColumns for missing columns)."""
+    CSV is a header if it names both columns. name: the table's name in messages. Raises FileNotFoundError or ValueError
+    (NoColumns for missing columns)."""
     path = Path(path)
     name = name or f"--data_path {printable(path)}"
     if not os.path.lexists(path):
@@ -198,8 +200,9 @@ def _is_medium(folder: Path, cell: str) -> bool:
 
 
 def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
-    """Return (names of the columns, lines without the header). The two columns in use are renamed to path and text.
-    lines: (line number, cells) of each row. Raises ValueError, or NoColumns if the header lacks one of the two."""
+    """Return (column names, lines without the header). The file and caption columns are renamed to path and text.
+    lines: (line number, cells) of each row. Raises ValueError, or NoColumns if the header lacks one of these columns.
+    """
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
@@ -299,7 +302,7 @@ SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
-    """Make a row from the cells of file and caption: strings, or for a caption also a number or None (empty)."""
+    """Make a row from two cells. The caption may be a string, a number or None (empty)."""
     caption = "" if caption is None else str(caption) if type(caption) in (int, float) else caption
     if not isinstance(file, str) or not file:
         raise ValueError(f"{here}: the path is {printable(repr(file))[:60]}; name a file or remove the row")
@@ -357,12 +360,12 @@ def _parquet(path: Path, name: str, columns: Columns) -> Iterator[TableRow]:
 
 MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in the order in which they are tried
-FILE_NAME = "file_name"  # usual column of files in the tables of ``TABLES``
+BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in the order of trying
+FILE_NAME = "file_name"  # usual name of the file column in ``TABLES``
 # Reasons why files are left out (keys of ``CaptionedFiles.left_out``).
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
-ALONE = "--caption_prefix alone"  # name of the source of files without a caption, whose text is only the prefix
+ALONE = "--caption_prefix alone"  # source of files whose caption is only the prefix
 
 
 @dataclass
@@ -371,7 +374,7 @@ class CaptionedFiles:
 
     rows: list[TableRow] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)  # kind of source, such as ".txt files" -> number of captions
-    # reason, such as ``BARE`` -> "path" or "path: details" of each file
+    # reason, such as ``BARE`` -> "path" or "path: details" for each file
     left_out: dict[str, list[str]] = field(default_factory=dict)
     table: Path | None = None  # path of the folder's table
     has_captions: bool = False  # True if there is a table, a row, or a .txt or .caption file beside a medium
@@ -394,15 +397,15 @@ class CaptionedFiles:
 def find_captions(
     root: str | Path, *, columns: Columns = USUAL, folder_names: bool = False, bare: bool = False
 ) -> CaptionedFiles:
-    """Find the clips and pictures below ``root`` with their captions, which are in a table or beside the files.
+    """Find the clips and pictures below ``root``. Their captions are in a table or beside the files.
 
     Args:
         columns: names of the table's columns.
-        folder_names: without a table, a file without a caption gets its folder's name as caption, with spaces for _
-            and -, unless it is directly in ``root``.
-        bare: use an empty caption for files without a caption. By default such files are left out.
+        folder_names: use the folder's name, with spaces for _ and -, as caption if a file has none. Ignored for a table
+            and for files directly in ``root``.
+        bare: use an empty caption if a file has none. By default such files are left out.
 
-    A file whose caption can't be read is left out. Raises ValueError for several tables or a damaged one."""
+    Files with an unreadable caption are left out. Raises ValueError for several tables or a damaged one."""
     root, found = Path(root), CaptionedFiles()
     media, beside = _list(root, found.ignored)
     found.table, rows = _read_tables(root, columns)
@@ -430,8 +433,8 @@ def find_captions(
 
 
 def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list[TableRow], list[str]]:
-    """Return (rows of a table or folder, lines about files of the folder that were left out). name: the path's name in
-    messages. Raises FileNotFoundError or ValueError."""
+    """Return (rows of a table or folder, lines about files left out). name: the path's name in messages. Raises
+    FileNotFoundError or ValueError."""
     if not os.path.isdir(path):
         return read_table(path, name, columns), []
     found = find_captions(path, columns=columns)
@@ -454,8 +457,8 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return (path, rows) of a folder's table, or (None, []). A table that lacks a column is ignored or, if flags
-    name a column, raises NoColumns."""
+    """Return (path, rows) of a folder's table; (None, []) without a table. A table without the columns is ignored, or
+    raises NoColumns if a flag names a column."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):
@@ -491,8 +494,8 @@ def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: 
 
 
 def _caption(files: dict[str, str]) -> tuple[str, str, str]:
-    """Return (caption on one line, kind of source, ""); ("", "", reason) if it can't be read; ("", "", "") if none.
-    files: suffix -> path of the caption file."""
+    """Return (caption on one line, kind of source, ""). An unreadable caption gives ("", "", reason), a missing one
+    ("", "", ""). files: suffix -> path of the caption file."""
     for suffix in BESIDE:
         if suffix in files:
             path = Path(files[suffix])
@@ -505,7 +508,7 @@ def _caption(files: dict[str, str]) -> tuple[str, str, str]:
 
 
 def _json_caption(path: Path) -> str:
-    """Return the value of "caption" in a JSON file, else of "text", else ""."""
+    """Return the value of "caption" in a JSON file. Without one, return the value of "text", or ""."""
     try:
         values = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -550,8 +553,8 @@ def class_caption(name: str) -> str:
 
 
 def find_ucf101(root: str | Path) -> CaptionedFiles:
-    """Find the clips below ``root``, whose captions are their folders' names. Clips directly in ``root`` are left out.
-    Raises FileNotFoundError if there is no folder or no clip in a class folder."""
+    """Find the clips below ``root``. Each clip's caption is the name of its folder. Clips directly in ``root`` are left
+    out. Raises FileNotFoundError if there is no folder or no clip in a class folder."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
     found, above = CaptionedFiles(), folders_above(str(root)) - {identity_of(str(root))}
@@ -594,7 +597,8 @@ def _note(ignored: Ignored) -> str:
 
 
 def make(kind: str, root: str, output: str) -> None:
-    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``, by ``kind``: write a CSV and print a summary."""
+    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``: write a CSV and print a summary. kind: "ucf101" or
+    "folder"."""
     found = find_ucf101(root) if kind == "ucf101" else find_folder(root)
     write_csv(output, found.rows)
     for line in found.lines():
@@ -611,7 +615,7 @@ TIME_LIMIT = 60.0  # seconds for decoding two frames of a file
 
 
 def probe(path: str, is_picture: bool) -> Medium:
-    """Return the Medium of a file after decoding the picture, or the clip's first and last frame."""
+    """Decode a picture, or a clip's first and last frame, and return the Medium."""
     return (of_picture(read_picture(path)) if is_picture else open_clip(path, middle=False))[0]
 
 
@@ -625,9 +629,9 @@ def check_rows(
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
-    """Check rows, and return (remaining rows in order, their media, dropped rows). The dropped rows are a dictionary
-    from each of ``REASONS`` to a list of "path: problem". Files are decoded in separate processes, because decoders
-    crash and hang on broken files."""
+    """Check rows. Return (remaining rows in order, their media, dropped rows). The dropped rows are a dictionary from
+    each of ``REASONS`` to a list of "path: problem". Decoders crash and hang on broken files, so separate processes
+    decode."""
     found: list[Medium | tuple[str, str] | None] = []  # for every row, its medium or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
@@ -664,7 +668,7 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table of minimum, median and maximum; durations, frames and rates are those of clips only."""
+    """Return a text table of minimum, median and maximum. Durations, frames and rates include clips only."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),
@@ -689,8 +693,8 @@ def check(
     image_size: int = 0,
     **how: Any,
 ) -> None:
-    """Run ``preprocess.py check``, whose flags are the arguments. how: arguments of :func:`check_rows`. Raises
-    DataError and writes nothing if no row is left."""
+    """Run ``preprocess.py check``. The arguments are its flags. how: arguments of :func:`check_rows`. Raises DataError
+    and writes nothing if no row is left."""
     rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
     print("\n".join(lines), end="\n" * bool(lines))
     kept, media, dropped = check_rows(rows, **how)

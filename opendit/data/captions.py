@@ -1,6 +1,6 @@
 """Count captions that a text encoder truncates, and captions without content.
 
-Training and encoding do this before they start. ``Description.counted_captions`` limits the number of captions read."""
+Training and encoding count captions before they start. ``Description.counted_captions`` limits how many are read."""
 
 import math
 import unicodedata
@@ -16,16 +16,16 @@ from opendit.data.files import printable
 from opendit.encoders.text import HUB, MOST_TEXT_TOKENS, fitting_tokens
 from opendit.models.conditioning import byte_tokens
 
-# Words that pandas, spreadsheets, JavaScript and Python write for a missing value.
+# Words for a missing value in pandas, spreadsheets, JavaScript and Python.
 MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
-MOST_MISSING = 40  # captions of more characters, with blanks and quotes, are not looked up in ``MISSING``
-AT_ONCE = 1024  # maximum number of captions per call of a ``Measure``
-MOST_TOKENIZED = 10_000  # maximum number of captions tokenized before training starts; this takes one or two seconds
+MOST_MISSING = 40  # longer captions are not looked up in ``MISSING``
+AT_ONCE = 1024  # maximum captions per call of a ``Measure``
+MOST_TOKENIZED = 10_000  # maximum captions tokenized before training starts; takes one or two seconds
 
-Measure = Callable[[list[str]], Sequence[int]]  # maps captions to their numbers of tokens
+Measure = Callable[[list[str]], Sequence[int]]  # captions -> number of tokens for each
 
 
 def says_nothing(caption: str) -> bool:
@@ -45,14 +45,14 @@ class CaptionCount:
     """Statistics of some captions of a data set."""
 
     rows: int  # rows of the data set
-    name: str = "captions"  # text with which all lines of this object begin
+    name: str = "captions"  # begins every line about these captions
     counted: int = 0  # captions counted, including unreadable ones
-    tokens: Counter[int] = field(default_factory=Counter)  # length in tokens -> number of captions of that length
+    tokens: Counter[int] = field(default_factory=Counter)  # tokens in a caption -> number of such captions
     words: Counter[int] = field(default_factory=Counter)
-    longest_at: str = ""  # name of the sample whose caption has the most tokens
+    longest_at: str = ""  # name of the sample with the longest caption
     empty: int = 0  # captions without content, see ``says_nothing``
     empty_at: str = ""  # name of the first such sample
-    missing: Counter[str] = field(default_factory=Counter)  # spelling of a missing value -> number of such captions
+    missing: Counter[str] = field(default_factory=Counter)  # spelling of a missing value -> number of captions
     missing_at: str = ""
     unreadable: int = 0
     unreadable_at: str = ""  # error of the first unreadable caption
@@ -72,7 +72,7 @@ class CaptionCount:
         return _above(self.tokens, limit)
 
     def add(self, captions: dict[int, str], source: Callable[[int], str], measure: Measure) -> None:
-        """Count ``captions``, a dictionary from rows to captions. source: returns the name of a row's sample."""
+        """Count captions. captions: row -> caption. source: returns a row's name for messages."""
         lengths = measure([*captions.values()])
         if lengths and (most := max(lengths)) > self.longest:
             self.longest_at = printable(source([*captions][lengths.index(most)]))
@@ -106,7 +106,7 @@ class CaptionCount:
         return lines
 
     def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
-        """Return a list of one line about the captions of more than ``limit`` tokens; [] if there are none."""
+        """Return one line, in a list, about captions of more than ``limit`` tokens; [] if there are none."""
         if not (over := self.over(limit)):
             return []
         return [
@@ -115,9 +115,9 @@ class CaptionCount:
         ]
 
     def for_any_encoder(self) -> list[str]:
-        """Return lines about the captions' lengths in bytes, which :func:`byte_tokens` must have measured: the default
-        number of tokens of the encoder ``bytes``, and how many captions CLIP and T5 truncate at least, if every word is
-        one token."""
+        """Return lines about the captions' lengths: how many tokens the encoder ``bytes`` takes, and how many captions
+        CLIP and T5 truncate at least. Lengths must be measured by :func:`byte_tokens`. For CLIP and T5, a word counts
+        as one token."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -141,14 +141,14 @@ def _above(counts: Counter[int], limit: int) -> int:
 
 
 def takes_whole(tokens: int) -> str:
-    """Return text that names the flag to keep captions of ``tokens`` tokens whole; "" if no flag allows that."""
+    """Return text about the flag that prevents truncating ``tokens`` tokens; "" if no value allows that."""
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
-    """Return the rows whose captions are counted before training starts, ascending int64: all rows of a source, or
-    evenly spaced groups of adjacent rows, which are usually in one file and faster to read. The number is limited by
-    ``Description.counted_captions`` and, for each source, by ``most``."""
+    """Return the rows to count before training starts, ascending int64. ``Description.counted_captions`` and ``most``
+    limit the number of rows per source. If the limit is below all rows, the rows are evenly spaced groups of adjacent
+    rows, because adjacent rows are usually in one file."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)

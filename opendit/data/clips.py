@@ -1,7 +1,7 @@
 """Choose frames of a clip, and read them upright, resized and cropped.
 
-A reader of ``video_files`` decodes only the parts of a file that contain the chosen frames. PyAV replaces the chosen
-reader if that fails, or is not known to read the file correctly. Without display times, PyAV decodes from the start."""
+A reader of ``video_files`` decodes only the parts of a file with the chosen frames. If the reader fails, or may not
+read a file correctly, PyAV reads the file. PyAV decodes from the start if the file has no display times."""
 
 import functools
 import math
@@ -48,9 +48,9 @@ from opendit.data.video_files import (
 )
 
 MAX_FRAME_PIXELS = 2**26  # about twice the largest frame that H.264 and H.265 allow at any level
-WINDOW = 2**28  # maximum bytes of decoded frames in memory before they are resized
+WINDOW = 2**28  # maximum bytes of decoded frames in memory before resizing
 SHORT_CLIPS = ("skip", "interval")
-REMEMBERED = 4096  # maximum number of files in a ``FileMemory``
+REMEMBERED = 4096  # maximum files in a ``FileMemory``
 Result = TypeVar("Result")
 
 
@@ -73,7 +73,7 @@ FrameSize = int | tuple[int, int] | Crop  # side of a square; (height, width); o
 
 
 class FileMemory(OrderedDict[str, tuple[Any, ...]]):
-    """Dictionary by path, which keeps the last ``REMEMBERED`` files."""
+    """Dictionary from path to value. It contains only the last ``REMEMBERED`` files."""
 
     def __setitem__(self, path: str, what: tuple[Any, ...]) -> None:
         super().__setitem__(path, what)
@@ -82,16 +82,15 @@ class FileMemory(OrderedDict[str, tuple[Any, ...]]):
             self.popitem(last=False)
 
 
-# Files that took too long or could not be opened, and frame counts that needed decoding, remembered by this process.
-# Otherwise such files would cost their time again in every epoch.
+# Files that took too long or could not be opened, and frame counts found by decoding, so that they cost time only once.
 _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
 def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enlarge: bool = True) -> Tensor:
-    """Crop frames (T, H, W, 3) uint8 to the aspect ratio of ``size`` and resize them, bicubic with antialiasing.
-    enlarge: False returns a crop smaller than ``size`` at its size. Returns (3, T, height, width) float32 in [-1, 1];
-    with ``as_bytes``, uint8 whose channels are adjacent in memory."""
-    # Crop before resizing, so that both axes have the same scale and a long thin frame is not slower than others.
+    """Crop frames (T, H, W, 3) uint8 to the aspect ratio of ``size`` and resize them, bicubic with antialiasing. Return
+    (3, T, height, width) float32 in [-1, 1]. enlarge: False keeps a crop smaller than ``size``. as_bytes: return uint8,
+    with adjacent channels in memory."""
+    # Crop before resizing: both axes get the same scale, and a long thin frame takes no extra time.
     height, width = frames.shape[1:3]
     place = size.place if isinstance(size, Crop) else None
     down, across = (size, size) if isinstance(size, int) else size[:2]
@@ -139,11 +138,12 @@ def read_clip(
 
     Frames are chosen by number (``clip_window``), or with ``fps`` by their times (``timed_window``).
 
-    start: see ``clip_window``. short_clips: "skip" raises BadSample for a clip that is too short; "interval" reads it
-    at a smaller interval, if it has ``num_frames`` frames. name: the name in messages, if ``path`` is a temporary copy.
-    reader: one of ``video_files.CHOICES``; all give the same pixels.
+    start: see ``clip_window``. short_clips: "skip" raises BadSample if a clip is too short; "interval" reads such a
+    clip at a smaller interval, if there are ``num_frames`` frames. name: the clip's name in messages. reader: one of
+    ``video_files.CHOICES``; all give the same pixels.
 
-    Raises BadSample if the clip is too short, can't be decoded, or takes, or once took, more than ``time_limit`` s."""
+    Raises BadSample if the clip is too short, can't be decoded, or takes more than ``time_limit`` s now or took so
+    before."""
     check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
     shortened = False
@@ -200,8 +200,8 @@ def clip_size(
 ) -> tuple[int, int, int]:
     """Return (frames, height, width) of a clip, upright. Raises BadSample.
 
-    whole: False if ``path`` is an MP4 of which only ``container_header.table_parts`` are present. count: returns the
-    number of frames to report, from the clip's timeline; None means all frames of the file."""
+    whole: False if ``path`` is an MP4 with only the parts of ``container_header.table_parts``. count: returns the
+    number of frames to report for the clip's timeline; None means all frames."""
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
         reader = _open(path, "auto", stop, whole)[0]
@@ -229,8 +229,8 @@ def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
 
 
 def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a clip. The frames are its first, middle and last one, (3, H, W, 3) uint8; without
-    ``middle``, two. May raise any exception."""
+    """Return (medium, frames) of a clip. The frames are the first, middle and last, (3, H, W, 3) uint8. middle: False
+    leaves out the middle frame. May raise any exception."""
     found: list[Timeline] = []
 
     def choose(timeline: Timeline) -> list[int]:
@@ -245,12 +245,12 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     [times] = found
     length, duration = len(times.seconds), times.end - float(times.seconds[0])
     if times.rate and abs(length / times.rate - duration) <= ROUNDING:
-        duration = 0.0  # the Medium's default, which means frames / rate
+        duration = 0.0  # so keep the Medium's default: frames / rate
     return Medium(length, height, width, times.rate, duration, colours_in(path)), frames
 
 
 class _Helper:
-    """A thread that runs jobs one after the other, because starting a thread for every clip would take 0.1 ms."""
+    """A thread that runs one job at a time. Starting a thread for every clip would take 0.1 ms."""
 
     def __init__(self):
         self.jobs: SimpleQueue[Any] = SimpleQueue()
@@ -271,14 +271,14 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         del job, work, stop, outcome  # free these objects before waiting for the next job
 
 
-_helpers = threading.local()  # has a ``_Helper`` per calling thread, so that no thread waits for another one's file
+_helpers = threading.local()  # a ``_Helper`` per calling thread, so that threads never wait for each other's files
 
 
 def _within(name: str, seconds: float, work: Callable[[threading.Event], Result]) -> Result:
-    """Return ``work(stop)``. Raises BadSample, and sets the event ``stop``, if it takes longer than ``seconds``, and at
-    once if reading the file ``name`` took too long before. ``work`` runs in a separate thread, because decoders and
-    stalled disks hang inside C code, where Python can't run signal handlers. A slow ``work`` should return once
-    ``stop`` is set. A thread that hangs remains until the process ends, and the next call uses a new thread."""
+    """Return ``work(stop)``, computed in a separate thread. Raises BadSample after ``seconds`` seconds and sets
+    ``stop``; a slow ``work`` should then return. Also raises BadSample if the file ``name`` took too long before. A
+    separate thread is needed because decoders and stalled disks hang inside C code. A hanging thread remains until the
+    process ends, and the next call uses a new thread."""
     if (limit := _hung.get(name)) is not None:  # the first message again, so that it is logged only once
         raise BadSample(name, f"not read within {limit[0]:g} seconds; not tried again")
     helper = getattr(_helpers, "helper", None)
@@ -299,7 +299,7 @@ def _within(name: str, seconds: float, work: Callable[[threading.Event], Result]
             raise error
         return result
     finally:
-        del error  # break a reference cycle, which would keep all stack frames of the traceback alive
+        del error  # break a reference cycle that would keep the traceback's stack frames alive
 
 
 def decode_frames(
@@ -309,8 +309,9 @@ def decode_frames(
     size: FrameSize | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """Return the frames whose indices ``choose`` returns for a clip's timeline, (T, H, W, 3) uint8. Raises BadSample.
-    size: if the frames have more than ``WINDOW`` bytes, resize them to this size in groups; None never resizes."""
+    """Return frames of a clip, (T, H, W, 3) uint8. choose: returns the frames' indices for the clip's timeline. size:
+    if the frames have more than ``WINDOW`` bytes, resize them to this size in groups; None never resizes. Raises
+    BadSample."""
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())
@@ -325,15 +326,15 @@ def decode_frames(
                 if _is_final(error):
                     raise  # after any other error, the end of this function decodes from the start
     finally:
-        # An error's traceback would keep the reader, and the video frames in it, in memory until garbage collection. A
-        # forked process that collects the reader would wait for threads that don't exist there.
+        # The traceback of an error would keep the reader's video frames in memory until garbage collection. A forked
+        # process would then wait for threads that it does not have.
         del file
     return _decode_in_order(path, indices, stop, size)
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True for errors after which no other reader is tried: BadSample and MemoryError, but not libav's, which a
-    damaged file causes by declaring absurd sizes."""
+    """Return True if no other reader is tried after this error: BadSample and MemoryError. libav's memory errors don't
+    count, because damaged files declare absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -346,7 +347,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
     reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
-        version = state.st_mtime_ns, state.st_size  # differs once the file is repaired, so that it is tried again
+        version = state.st_mtime_ns, state.st_size  # changes once the file is repaired
         if (known := _unopened.get(path)) is not None and known[0] == version:
             raise BadSample(path, known[1])
         if (kind := kind_of(state.st_mode)) is not None:  # opening a pipe may block
@@ -384,7 +385,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 def _open_with(
     reader: str, path: str, name: str, version: tuple[int, int], stop: threading.Event, whole: bool
 ) -> tuple[Reader, bool]:
-    """Open a file with ``reader``, or with PyAV if ``reader`` can't read it. name: the file's name for FFmpeg.
+    """Open a file with ``reader``, or with PyAV if ``reader`` can't read the file. name: the file's name for FFmpeg.
     version: the file's modification time and size."""
     contents = look_up(name, whole=whole)
     if contents.seekable:
@@ -403,8 +404,8 @@ def _open_with(
 
 
 def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
-    """Return ``contents`` with the number and times of the frames that can be decoded before the first error, or
-    unchanged if there are none."""
+    """Return ``contents`` with the number and times of the frames that can be decoded before the first error. If there
+    are none, return ``contents`` unchanged."""
     times: list[int | None] = []
     try:
         with open_container(name) as container:
@@ -424,7 +425,8 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Yield a UTF-8 name of a file that FFmpeg takes for a path. It would take "concat:a|b" for a protocol."""
+    """Yield a file's name for FFmpeg, in UTF-8. The name is absolute, because FFmpeg would read "concat:a|b" as a
+    protocol."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
         yield path
@@ -464,8 +466,8 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes) of its
-    contents; all other bytes are zero."""
+    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes) of contents;
+    all other bytes are zero."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
             _write(file, parts, size)
@@ -486,10 +488,10 @@ def _write(file, parts: Iterable[tuple[int, bytes]], size: int) -> None:
 
 
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
-    """Return the indices of ``num_frames`` frames that are ``frame_interval`` apart, or None if they don't fit.
+    """Return the indices of ``num_frames`` frames that are ``frame_interval`` apart, or None if the clip is too short.
 
-    length: number of frames of the clip. start: number in [0, 1) that selects one of the possible windows, which have
-    equal shares of [0, 1); None selects the middle one."""
+    length: number of frames in the clip. start: number in [0, 1) that selects one of the possible windows with equal
+    probability; None selects the middle window."""
     last_start = length - 1 - (num_frames - 1) * frame_interval
     if last_start < 0:
         return None
@@ -498,15 +500,15 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
 
 
 def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
-    """Return the largest interval, at most ``frame_interval``, at which ``num_frames`` of ``length`` frames fit, or
-    ``frame_interval`` if none does."""
+    """Return the largest interval, at most ``frame_interval``, at which ``num_frames`` of ``length`` frames fit. If
+    none does, return ``frame_interval``."""
     too_short = num_frames <= length < 1 + (num_frames - 1) * frame_interval
     return (length - 1) // (num_frames - 1) if too_short else frame_interval
 
 
 def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
     """Return the indices of the frames shown at ``num_frames`` times that are 1 / ``fps`` seconds apart, or None if the
-    clip is shorter. start: selects the frame at which the window begins, as in ``clip_window``."""
+    clip is shorter. start: selects the first frame, as in ``clip_window``."""
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
     if num_frames > 1:
@@ -518,24 +520,23 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
 
 
 def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
-    """Return the indices of the frames shown at ``num_frames`` evenly spaced times from the first to the last frame."""
+    """Return the frames shown at ``num_frames`` evenly spaced times, from the clip's first frame to its last."""
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
 
 
-AT_ONCE = 2**25  # maximum values resized at once, with eight bytes of temporary memory per value
-_SHARPNESS = -0.5  # parameter a of Keys' cubic convolution, as in PIL and torch's antialiased resizing
+AT_ONCE = 2**25  # maximum values resized at once; each takes eight bytes of temporary memory
+_SHARPNESS = -0.5  # parameter a of Keys' cubic convolution, as in PIL and torch
 _MOST_BITS = 22  # maximum fractional bits of a fixed-point weight
 
 
 def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_ONCE) -> Tensor:
     """Return a batch with every :class:`Small` sample enlarged to H x W and, if requested, mirrored, on ``x``'s device.
 
-    On a CPU, this would take half as long as decoding. The pixels are bit-identical to those of
-    ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8 on a CPU. The host waits for the
-    device only when a pair of sizes occurs for the first time.
+    The pixels are bit-identical to ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8
+    on a CPU. The host waits for the device only when two sizes first occur together.
 
-    x: (B, C, [T,] H, W) uint8, in any memory order. small: B entries, None for a sample of full size; None instead of
-    the entries means that all have full size. at_once: maximum values resized together; one sample may have more."""
+    x: (B, C, [T,] H, W) uint8, in any memory order. small: B entries, with None for a sample of full size; None if all
+    have full size. at_once: maximum values resized together; one sample may have more."""
     if small is None:
         return x
     x = x.clone()
@@ -563,7 +564,7 @@ def _runs(small: Sequence[Small | None], most: int) -> Iterator[tuple[int, int, 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize frames (..., H, W, C) uint8 to size = (height, width), bicubic with antialiasing, on their device.
 
-    Like PIL, and torch for uint8 on a CPU, it uses fixed-point sums, rounded to bytes after each axis, width first."""
+    Sums are in fixed point and rounded to bytes after each axis, width first, like in PIL."""
     for axis, length in ((-2, size[1]), (-3, size[0])):
         if frames.shape[axis] != length:
             frames = _along(frames, axis, length)
@@ -584,8 +585,8 @@ def _along(frames: Tensor, axis: int, length: int) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Return (positions, weights, fractional bits) of the filter that resizes an axis from ``source`` to ``length``.
-    Output pixel i is the sum over taps k of weights[k, i] times input pixel positions[k, i]; both are int32 (taps,
-    length). Double precision and torch's order of operations keep the result bit-identical to torch's."""
+    Output pixel i is the sum over taps k of weights[k, i] times input pixel positions[k, i]. Both are int32 (taps,
+    length). Double precision and the order of operations make the result bit-identical to torch's."""
     scale = source / length
     reach, shrink = 2.0 * max(scale, 1.0), 1.0 / max(scale, 1.0)
     most = math.ceil(reach) * 2 + 1

@@ -1,12 +1,12 @@
 """Convert HDR and wide-gamut colours to BT.709 and sRGB, the colours that models are trained on.
 
-Primaries and transfers are identified by their numbers in ITU-T H.273. LittleCMS converts pictures with ICC profiles.
-A :class:`Conversion` converts other files in these steps:
+Primaries and transfers are identified by their numbers in ITU-T H.273. LittleCMS converts pictures with ICC profiles. A
+:class:`Conversion` converts other files in these steps:
 
-1. Decode the signal to linear light: PQ by its EOTF (SMPTE ST 2084); HLG by its inverse OETF and the OOTF of a display
-   of 1,000 nits, gamma 1.2 (BT.2100); SDR clips by a power of 2.4 (BT.1886); SDR pictures by their gamma or sRGB's
-   curve. Divide HDR light by HDR's reference white, 203 nits (BT.2408). SDR white is 1.
-2. Convert the primaries to BT.709's by a matrix. Negative values, which are outside the gamut, become 0.
+1. Decode the signal to linear light, with SDR white as 1. HDR light is divided by HDR's reference white, 203 nits
+   (BT.2408). PQ: EOTF of SMPTE ST 2084. HLG: inverse OETF, and OOTF of a display of 1,000 nits, gamma 1.2 (BT.2100).
+   SDR clips: power of 2.4 (BT.1886). SDR pictures: their gamma or sRGB's curve.
+2. Convert the primaries to BT.709's by a matrix. Negative values are outside the gamut and become 0.
 3. For HDR, compress each channel x above ``KNEE``, so that 10,000 nits become 1 (extended Reinhard):
    y = KNEE + (1 - KNEE) t (1 + t / T^2) / (1 + t), with t = (x - KNEE) / (1 - KNEE), and T the t of 10,000 nits.
 4. Encode the light as an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
@@ -36,12 +36,12 @@ _PRIMARIES = {
     12: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060), _D65),
 }
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
-_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # transfer that is a power -> gamma, for pictures
+_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # number of a power-law transfer -> gamma, for pictures
 UNSPECIFIED = 2  # number for unspecified primaries, transfer or matrix
 # Number of a matrix from RGB to YCbCr -> weights of red and blue in luma.
 MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
 MATRICES |= {9: (0.2627, 0.0593)}
-# Matrices that FFmpeg's scaler does not support, so that its colours would be wrong.
+# Matrices that FFmpeg's scaler does not support. It would give wrong colours.
 _NO_MATRIX = {10: "BT.2020 with constant luminance", 11: "YDzDx", 14: "ICtCp", 15: "IPT-C2"}
 _NO_MATRIX |= dict.fromkeys((12, 13), "chromaticity-derived")
 
@@ -61,7 +61,7 @@ def unknown_matrix(matrix: int) -> str:
 
 
 def is_high_definition(width: int, height: int) -> bool:
-    """Return True if players assume BT.709's matrix for a clip of this size that names none; False means BT.601's."""
+    """Return True if players assume BT.709's matrix for a clip of this size, False if BT.601's."""
     return width >= 1280 or height > 576
 
 
@@ -120,7 +120,7 @@ class Conversion:
         count = max(1, _CHUNK // max(1, shape[1]))
         for first in range(0, shape[0], count):
             rows = slice(first, first + count)
-            # Table look-ups and sums of products give the same bits on every machine; other operations may not.
+            # Table look-ups and sums of products are bit-identical on every machine. Other operations may not be.
             light = [table[part] for part in signals(rows)]
             if self._ootf is not None:
                 gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
@@ -152,7 +152,7 @@ def _weighted(light: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
 
 
 def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: int) -> int:
-    """Return the number of a clip's matrix or, if the clip names none, of the one that players assume."""
+    """Return the number of a clip's matrix. If the clip names none, return the number that players assume."""
     if matrix != UNSPECIFIED:
         return matrix
     if transfer in (PQ, HLG) or primaries == 9:
@@ -162,7 +162,7 @@ def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: in
 
 @cache
 def of_clip(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a clip's signals; None for SDR, unless its primaries have a wide gamut."""
+    """Return the conversion of a clip's signals; None for SDR without a wide gamut."""
     if not kind_of_colours(primaries, transfer):
         return None
     known = primaries if primaries in _PRIMARIES else 9
@@ -173,8 +173,8 @@ def of_clip(primaries: int, transfer: int) -> Conversion | None:
 
 @cache
 def of_picture(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a picture's signals, from the codes in PNG's cICP or AVIF's nclx; None for unknown codes
-    and those of sRGB and BT.709."""
+    """Return the conversion of a picture's signals; None for sRGB, BT.709 and unknown codes. primaries, transfer: codes
+    in PNG's cICP or AVIF's nclx."""
     if transfer in (PQ, HLG):
         return _of_hdr(primaries if primaries in _PRIMARIES else 9, transfer, encode_srgb)
     if primaries not in _WIDE and transfer not in _GAMMAS:
@@ -186,8 +186,8 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
 
 @lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
-    """Return the conversion of a picture whose signals are light ** ``gamma``; None means sRGB's curve. chromaticities:
-    see :func:`to_bt709`; None means sRGB's."""
+    """Return the conversion of a picture with signals light ** ``gamma``; None means sRGB's curve. chromaticities: see
+    :func:`to_bt709`; None means sRGB's."""
     matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
     return Conversion(decode_srgb if gamma is None else lambda x: x ** (1 / gamma), matrix, encode_srgb)
 
@@ -250,16 +250,16 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
     return columns * np.linalg.solve(columns, _xyz(chromaticities[3]))
 
 
-MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; printers' profiles have up to three million
-_CODES = "cicp"  # key in Image.info of a picture's colour codes: (primaries, transfer), as numbers of H.273
-_CHUNKS, _BOXES = 1000, 1000  # maximum PNG chunks, and AVIF boxes in a box, that are searched for the codes
+MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; a printer's has up to three million
+_CODES = "cicp"  # key of a picture's (primaries, transfer) in Image.info
+_CHUNKS, _BOXES = 1000, 1000  # maximum PNG chunks, and AVIF boxes per box, to search for the codes
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
 
 Convert = Callable[[Image.Image], Image.Image]
 
 
 def note_codes(image: Image.Image, file: BinaryIO) -> None:
-    """Store the colour codes of a PNG or AVIF, which Pillow ignores, in ``image.info``. file: the opened file."""
+    """Store the colour codes of a PNG or AVIF in ``image.info``, because Pillow ignores them. file: the opened file."""
     find = {"PNG": _png_codes, "AVIF": _avif_codes}.get(image.format or "")
     if find is None:
         return
@@ -270,7 +270,7 @@ def note_codes(image: Image.Image, file: BinaryIO) -> None:
 
 
 def kind_of_picture(image: Image.Image) -> str:
-    """Return "HDR (PQ)" or "HDR (HLG)" by the codes of :func:`note_codes`, or "" for a picture that is not HDR."""
+    """Return "HDR (PQ)" or "HDR (HLG)" by the codes of :func:`note_codes`; "" if the picture is not HDR."""
     kind = kind_of_colours(*image.info.get(_CODES, (1, 1)))
     return kind if kind.startswith("HDR") and _codes_count(image) else ""
 
@@ -312,12 +312,12 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 
 @lru_cache(maxsize=16)
 def transform_of(profile: bytes, mode: str) -> Convert | None:
-    """Return the function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent; None
-    for a damaged profile, and for one that changes no colour of "RGB" or "L" by more than one level of 255, which is
-    how much versions of the sRGB profile differ."""
+    """Return the function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent.
+    Return None for a damaged profile. Also return None if no colour of "RGB" or "L" changes by more than one level of
+    255, because versions of the sRGB profile differ that much."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        # By default LittleCMS uses a coarse table for "L", which is off by 9 levels for dark greys in linear light.
+        # By default LittleCMS uses a coarse table for "L". Dark greys in linear light would be off by 9 levels.
         flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
         made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
         if mode == "CMYK":
@@ -342,8 +342,8 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """Return ("RGB", function) for PNG's gAMA and cHRM, or None if both are sRGB's or invalid. A gamma within 5 % of
-    sRGB's, and chromaticities within 0.001, count as sRGB's (libpng's bounds)."""
+    """Return ("RGB", function) for PNG's gAMA and cHRM; None if both are sRGB's or invalid. By libpng's bounds, a gamma
+    within 5 % and chromaticities within 0.001 count as sRGB's."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
         gamma = None
     if chromaticities is not None:
@@ -394,7 +394,7 @@ def _avif_codes(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _inside(data: bytes, wanted: bytes, at: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of the contents of each box of type ``wanted`` in data[at:last]."""
+    """Yield (begin, end) of the contents of boxes of type ``wanted`` in data[at:last]."""
     for _ in range(_BOXES):
         if at + 8 > last:
             return

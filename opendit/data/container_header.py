@@ -1,8 +1,8 @@
 """Read headers of clips: check tables before FFmpeg uses them, find hidden borders, and count frames of animations.
 
-FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare. So a file of 2 KB can make FFmpeg
-allocate gigabytes, which ends the process. MP4 boxes are named as in ISO/IEC 14496-12, and fields of H.264 as in ITU-T
-H.264, 7.3."""
+FFmpeg allocates at least 24 bytes for every sample in an MP4's tables. A damaged file of 2 KB can declare so many
+samples that FFmpeg allocates gigabytes and the process ends. MP4 boxes are named as in ISO/IEC 14496-12, and H.264
+fields as in ITU-T H.264, 7.3."""
 
 import os
 import struct
@@ -18,25 +18,25 @@ from PIL import Image
 from opendit.data.files import problem
 
 MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
-MAX_TABLES = 2**28  # maximum bytes of a file's tables; those of a 19-hour file take a fifth of this
-# Maximum number of boxes at the top level of a file, and inside one of these. A fragmented file has two top-level boxes
-# for every few seconds.
+MAX_TABLES = 2**28  # maximum bytes of a file's tables; a 19-hour file needs a fifth
+# Maximum boxes at a file's top level, and inside a top-level box. A fragmented file has two top-level boxes for every
+# few seconds.
 MAX_BOXES = 100_000
-_MOST_PARTS = 8  # maximum number of parts that ``table_parts`` reads
+_MOST_PARTS = 8  # maximum ranges that ``table_parts`` reads
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
-# Bytes per entry of the tables that begin with a version, flags and the number of entries.
+# Bytes per entry, for tables that begin with a version, flags and the number of entries.
 _ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 _VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its child boxes
-_SLICES, _SLICE_OF_IDR = (1, 2, 3, 4), 5  # kinds of NAL units of H.264
-_INTRA = (2, 4, 7, 9)  # types of slices that refer to no other frame
+_SLICES, _SLICE_OF_IDR = (1, 2, 3, 4), 5  # H.264's kinds of NAL units
+_INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
 
 
 def problem_of_tables(path: str) -> str | None:
     """Return why an MP4 must not be decoded: invalid or too large tables, or colours that can't be converted. Return
-    None for any other file. Raises OSError."""
+    None if the MP4 can be decoded, and for other files. Raises OSError."""
     read, samples, frames = 0, 0, 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -49,7 +49,7 @@ def problem_of_tables(path: str) -> str | None:
                     return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
                 file.seek(begin)
                 more, shown = _count(file.read(length))
-                # Every fragment of a fragmented file declares only its samples, so add the numbers.
+                # Every fragment declares only its samples, so add the numbers.
                 samples, frames = samples + more, frames + shown
                 if samples > size:
                     return f"declares {samples:,} samples, more than its {size:,} bytes"
@@ -72,7 +72,7 @@ def read_movie(file: BinaryIO) -> bytes:
 
 
 class _Parts:
-    """File-like object that collects what is read, as (offset, bytes) in ``parts``. read: see :func:`table_parts`.
+    """File-like object that collects the bytes read, as (offset, bytes) in ``parts``. read: see :func:`table_parts`.
     size: bytes of the file. least: minimum bytes per call of ``read``."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
@@ -94,9 +94,10 @@ class _Parts:
 
 
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
-    """Return (offset, bytes) of those parts of an MP4 of ``size`` bytes that describe its frames, including its first
-    ``least`` bytes. Return None if the file must be read as a whole: if it is not a valid MP4, is fragmented, or is
-    mostly tables. read: (at, count) -> ``count`` bytes of the file from offset ``at``."""
+    """Return the parts of an MP4 that describe its frames, as (offset, bytes). The first ``least`` bytes are included.
+    Return None if the file must be read completely: it is not a valid MP4, is fragmented, or is mostly tables.
+
+    read: (at, count) -> ``count`` bytes from offset ``at``. size: bytes of the file."""
     file = _Parts(read, size, least)
     try:
         for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
@@ -107,14 +108,14 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
                 tables = file.read(length)
                 fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
                 return None if fragmented or len(tables) < length else file.parts
-    except ValueError:  # an invalid file, for which the decoder will report the error
+    except ValueError:  # an invalid file; the decoder will report the error
         pass
     return None
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, offset of the contents, length of the contents) of each top-level box of an MP4. Yield nothing for
-    another file. Raises ValueError after ``MAX_BOXES`` boxes."""
+    """Yield (kind, offset of the contents, length of the contents) for each top-level box of an MP4; nothing for other
+    files. Raises ValueError after ``MAX_BOXES`` boxes."""
     at = 0
     for _ in range(MAX_BOXES):
         file.seek(at)
@@ -139,7 +140,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int]:
-    """Return (largest number of samples in a table, the same for video tracks only) of a moov or moof box. Raises
+    """Return the largest sample count among the tables of a moov or moof box, and among its video tables. Raises
     ValueError for colours that can't be converted, and for a table that declares more entries than it holds."""
     most, video, left = 0, 0, MAX_BOXES
     todo = [(0, len(data), False)]
@@ -147,7 +148,7 @@ def _count(data: bytes) -> tuple[int, int]:
         first, last, is_video = todo.pop()
         boxes = _boxes(data, first, last, left)
         left -= len(boxes)
-        # The handler box says whether a track is video. It is a sibling of the box that contains the track's tables.
+        # The handler box says whether a track is video. It has the same parent as the box with the track's tables.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
         for kind, begin, end in boxes:
@@ -166,7 +167,7 @@ def _count(data: bytes) -> tuple[int, int]:
 
 
 def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES) -> list[tuple[bytes, int, int]]:
-    """Return (kind, offset of the contents, end of the contents) of each box in data[at:last]. Raises ValueError for
+    """Return (kind, offset of the contents, end of the contents) for each box in data[at:last]. Raises ValueError for
     more than ``most`` boxes."""
     found, last = [], len(data) if last is None else last
     while at + 8 <= last:
@@ -187,7 +188,7 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
     """Return the number of samples that a table in data[begin:end] declares. Raises ValueError if the table declares
-    more entries than it holds. FFmpeg would read the bytes after such a table as entries."""
+    more entries than it holds, because FFmpeg would read beyond the table."""
     size = end - begin
     _check(kind, 8, size)
     number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of all samples, or 0
@@ -217,7 +218,7 @@ def _check(kind: bytes, needed: int, room: int) -> None:
 
 
 def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
-    """Return, for each video track, the crop of its ``clap`` box; None for a track without a valid one."""
+    """Return each video track's crop from its ``clap`` box; None for a track without a valid box."""
     return [_clean_aperture(*_entry(tables)) for tables in _video_tracks(moov)]
 
 
@@ -252,7 +253,7 @@ def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
 
 
 def dolby_profile(entry: bytes) -> int | None:
-    """Return the Dolby Vision profile of a sample entry whose frames only Dolby Vision can show; None for others."""
+    """Return the profile of a sample entry that only Dolby Vision can show; None for other entries."""
     parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
     return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
@@ -278,7 +279,7 @@ def begins_anew(sample: bytes, length: int) -> bool:
 
 
 def _slice_type(header: bytes) -> int:
-    """Return the slice type, which is the second Exp-Golomb number of a header. Raises ValueError if that is cut."""
+    """Return the slice type: the second Exp-Golomb number of a header. Raises ValueError if the header is cut off."""
     bits, at, number = "".join(f"{byte:08b}" for byte in header), 0, 0
     for _ in range(2):
         end = bits.index("1", at)
@@ -344,7 +345,8 @@ def _format(head: bytes) -> str | None:
 
 @contextmanager
 def _from_start(file: BinaryIO) -> Iterator[str | None]:
-    """Yield a file's format, or None if that can't hold animations. In the block, the file is at its start."""
+    """Yield a file's format, at the file's start; None for a format without animations. Restore the position
+    afterwards."""
     at = file.tell()
     file.seek(0)
     kind = _format(file.read(_HEAD_BYTES))
@@ -356,8 +358,8 @@ def _from_start(file: BinaryIO) -> Iterator[str | None]:
 
 
 def count_frames(file: BinaryIO, most: int) -> int:
-    """Return the number of frames of a file, for a GIF, PNG or WebP at most ``most``; 0 for a still PNG or WebP, and
-    for formats without animations."""
+    """Return the number of frames in a file; 0 for a still PNG or WebP, and for formats without animations. most: count
+    at most this many frames of a GIF, PNG or WebP."""
     with _from_start(file) as kind:
         if kind in _WALKS:
             return sum(1 for _, _ in zip(_WALKS[kind](file), range(most), strict=False))
@@ -368,13 +370,13 @@ def count_frames(file: BinaryIO, most: int) -> int:
 
 
 def durations_of(file: BinaryIO) -> list[float] | None:
-    """Return the seconds for which each frame of a GIF, PNG or WebP is shown; None for other formats."""
+    """Return the seconds for which a GIF, PNG or WebP shows each frame; None for other formats."""
     with _from_start(file) as kind:
         return list(_WALKS[kind](file)) if kind in _WALKS else None
 
 
 def _gif(file: BinaryIO) -> Iterator[float]:
-    """Yield the seconds for which each image of a GIF is shown. The block before the image has them, in 1/100 s."""
+    """Yield the seconds for which a GIF shows each image. The block before an image has them, in 1/100 s."""
     head = file.read(13)
     file.seek(3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0, os.SEEK_CUR)
     delay = 0
@@ -407,7 +409,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _png(file: BinaryIO) -> Iterator[float]:
-    """Yield the seconds for which each frame of an APNG is shown, from its fcTL chunks; nothing for a still PNG."""
+    """Yield the seconds for which an APNG shows each frame, from the fcTL chunks; nothing for a still PNG."""
     file.seek(8)
     left, animated = 0, False
     for _ in range(_MOST_CHUNKS):
@@ -428,7 +430,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
 
 
 def _webp(file: BinaryIO) -> Iterator[float]:
-    """Yield the seconds for which each frame of a WebP is shown, from its ANMF chunks; nothing for a still WebP."""
+    """Yield the seconds for which a WebP shows each frame, from the ANMF chunks; nothing for a still WebP."""
     file.seek(12)
     for _ in range(_MOST_CHUNKS):
         head = file.read(8)
@@ -451,10 +453,10 @@ _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the
 
 
 def container_crop(name: str, container: str, number: int) -> Crop:
-    """Return the borders of video stream ``number`` that the container says to hide, which FFmpeg does not cut off.
+    """Return the borders that players hide and FFmpeg does not cut off; zeros if there are none.
 
-    They lie outside an MP4's clean aperture, or are given by the crop fields of a Matroska track. Return zeros if
-    there are none. container: FFmpeg's name of the container."""
+    An MP4 has them outside its clean aperture, a Matroska track in its crop fields. container: FFmpeg's name of the
+    container. number: number of the video stream."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
         return 0, 0, 0, 0
