@@ -1,6 +1,6 @@
-"""The built-in data: 1,797 handwritten digits of 8x8 pixels from scikit-learn, which need no download.
+"""The built-in data: 1,797 handwritten digits of 8x8 pixels from scikit-learn. They need no download.
 
-``make_demo`` writes H.264 clips with captions, in which a digit moves in one of four directions."""
+``make_demo`` writes H.264 clips with captions. In each, a digit moves in one of four directions."""
 
 import json
 from functools import cache

@@ -1,8 +1,8 @@
-"""Read folders that ``energon prepare`` prepared, without the package megatron-energon.
+"""Read folders made by ``energon prepare``, without the package megatron-energon.
 
-``.nv-meta/`` names the tars, the splits and the fields of samples. Every tar needs an index for these fields, which
-``preprocess.py index`` writes beside the tar. A missing index is made once, in a cache folder on the local disk. In a
-cooked data set, the user's code makes each sample from the members of a tar.
+``.nv-meta/`` names the tars, the splits and the samples' fields. Every tar needs an index for these fields.
+``preprocess.py index`` writes the index beside the tar; otherwise it is made once, in a cache folder on the local disk.
+In a cooked data set, the user's code makes each sample from members of a tar.
 """
 
 import importlib
@@ -47,20 +47,20 @@ from opendit.data.shards.store import FOLDER, FileCache, expand
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
-MOST_BYTES = 64 * MIB  # maximum size of the files that list the tars and the splits
-MOST_OPTIONS = 64  # maximum number of alternatives for a field in field_map, and of steps in one like json[a][0]
+MOST_BYTES = 64 * MIB  # maximum bytes of a file that lists tars or splits
+MOST_OPTIONS = 64  # maximum alternatives for a field in field_map, and steps in one like json[a][0]
 COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
 _OF_FIELDS = {"image": "medium", "video": "medium", "caption": "caption", "label": "label"}
-# Keys of dataset.yaml for decoding and shuffling, which are ignored, because OpenDiT does both differently.
+# Keys of dataset.yaml for decoding and shuffling. They are ignored, because OpenDiT does both differently.
 _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
 ).split()
 _KNOWN = [*"__module__ __class__ sample_type field_map sample_loader part_filter subflavors".split(), *_IGNORED]
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
-SMALL = 64 << 20  # tars of fewer bytes in total are indexed by one process, which is faster than starting several
+SMALL = 64 << 20  # smaller tars (in total bytes) are indexed by one process, because starting more takes longer
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class PreparedSet:
     """One split of a prepared folder."""
 
     folder: Path
-    tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of samples) of each tar
-    without: frozenset[tuple[str, str]]  # (tar, key) of each sample that the split excludes
-    fields: Fields  # say which members of a sample hold picture or clip, caption and label
+    tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of samples) per tar
+    without: frozenset[tuple[str, str]]  # (tar, key) of each excluded sample
+    fields: Fields  # which members of a sample are medium, caption and label
     subflavors: dict[str, Any] = field(default_factory=dict)  # values that a cooker gets with each sample
 
     @property
@@ -91,9 +91,9 @@ def read_prepared(
     split_config: str | None = None,
     cooked: bool = False,
 ) -> PreparedSet:
-    """Read the first of ``splits`` that the folder has; None instead of splits means every tar. dataset_config,
-    split_config: names of files in ``.nv-meta``. cooked: True if the user's code reads the samples. Raises ValueError
-    or FileNotFoundError, beginning with ``shown``."""
+    """Read the first of ``splits`` that the folder has; None means every tar. dataset_config, split_config: names of
+    files in ``.nv-meta``. cooked: True if the user's code reads the samples. Raises ValueError or FileNotFoundError,
+    beginning with ``shown``."""
     meta = folder / META
     counts = _counts(meta, shown)
     tars, without = list(counts), frozenset()
@@ -123,7 +123,7 @@ def _counts(meta: Path, shown: str) -> dict[str, int]:
 def _split(
     meta: Path, shown: str, splits: Sequence[str], config: str | None, counts: dict[str, int]
 ) -> tuple[list[str], frozenset[tuple[str, str]]]:
-    """Return the tars of the first of ``splits`` in order, and (tar, key) of each excluded sample."""
+    """Return the tars of the first split that exists, in order, and (tar, key) of each excluded sample."""
     path = meta / (config or "split.yaml")
     if config is None and not path.exists():
         path = meta / "split.json"
@@ -156,7 +156,7 @@ def _split(
         raise ValueError(f"{shown}: {path} names {printable(twice)} twice in the split {chosen}; name it once")
     if not names:
         raise ValueError(f"{shown}: every tar of the split {chosen} is excluded in {path}; leave some")
-    samples = set()  # an excluded sample is TAR/KEY, and both parts may contain slashes
+    samples = set()  # TAR/KEY, where both may contain slashes
     for name in left_out:
         for slash in re.finditer("/", name[:4096]):
             if (tar := name[: slash.start()]) in counts:
@@ -250,9 +250,9 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open the index of every tar, in order. One rank per machine makes missing indexes, and the others wait. Raises
-    ValueError, beginning with ``shown``, if a tar is missing, damaged or has another number of samples than Energon
-    counted, or if the cache folder can't be written to."""
+    """Open the index of every tar, in order. One rank per machine makes missing indexes while others wait. Raises
+    ValueError, beginning with ``shown``, if a tar is missing or damaged, if its sample count differs from Energon's, or
+    if the cache folder can't be written to."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:
@@ -284,7 +284,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
 
 
 def check_count(tar: Path, index: TarIndex, count: int, shown: str) -> None:
-    """Raise ValueError if a tar has another number of samples than ``count``, which Energon counted."""
+    """Raise ValueError if a tar has not ``count`` samples, the number that Energon counted."""
     if (found := index.header.rows + index.header.left_out) != count:
         raise ValueError(
             f"{shown}: {printable(tar)} has {found:,} samples, and {count:,} when Energon prepared it; prepare it again"
@@ -343,8 +343,7 @@ def load_cooker(name: str) -> Cooker:
 
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
-    """Return (key of a sample, dictionary from extensions to the bytes of its members). content: the sample's bytes in
-    the tar, with the headers of its members."""
+    """Return (a sample's key, its members: extension -> bytes). content: the sample's bytes in the tar."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
@@ -365,7 +364,7 @@ def decoded(ending: str, content: bytes) -> Any:
 
 
 class CookedDataset(ShardDataset):
-    """Data set of tars whose samples are made by the user's function ``cooker``.
+    """Data set in which the user's function ``cooker`` makes the samples.
 
     The function gets a dictionary with the sample's members by extension (see ``decoded``), ``__key__`` and
     ``__subflavors__``. It returns a mapping or an object with
@@ -374,12 +373,12 @@ class CookedDataset(ShardDataset):
     - ``caption``: a string; or ``label``: the number of a class, if the folder has a class_names.json. Without both,
       all samples have the only class "0".
 
-    The first readable sample decides whether all samples must have images or videos, and captions or not. A sample
-    counts as unreadable if the function raises an error or returns None or an invalid result. name: name of the
-    function, for messages and the data set's identity."""
+    All samples must have the same fields as the first readable sample. A sample counts as unreadable if the function
+    raises an error or returns None or an invalid result. name: the function's name, for messages and the data set's
+    identity."""
 
     size_threads = 1  # the user's function may not be thread-safe
-    counted_captions = 100  # few, because a caption requires reading the whole sample
+    counted_captions = 100  # few, because a caption requires reading all of a sample
 
     def __init__(
         self,
@@ -410,7 +409,7 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """Return the cooker's result for the first readable sample of the first ``TRIED``. Raises ValueError."""
+        """Return the cooker's first result in the first ``TRIED`` samples. Raises ValueError if there is none."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
             try:
@@ -421,7 +420,7 @@ class CookedDataset(ShardDataset):
 
     def _cook(self, row: int) -> dict[str, Any]:
         """Return the cooker's result: image or video, and caption or label if any. Raises BadSample."""
-        if self._cooked[0] == row:  # the last result is cached, because picture and caption need the same one
+        if self._cooked[0] == row:  # reading a picture and its caption needs the result twice
             return self._cooked[1]
         content = self.read_medium(row)
         try:

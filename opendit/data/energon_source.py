@@ -1,4 +1,4 @@
-"""Open folders that megatron-energon prepared, and metadatasets, which are YAML files that list such folders."""
+"""Open folders from megatron-energon, and metadatasets: YAML files that list such folders."""
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -27,7 +27,7 @@ from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
 from opendit.data.sources import NoSplit, Request
 
-# maximum number of folders, and maximum number of files that refer to each other in a chain
+# maximum number of folders, and of files in a chain of references
 MOST_FOLDERS, MOST_FILES = 1_000, 16
 LONGEST = 4096  # maximum number of characters of a path or name
 
@@ -44,23 +44,23 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """Selection of a split's samples: from fraction ``start`` to fraction ``end`` of the samples [first, last). Numbers
-    of samples are rounded down, as in Energon."""
+    """Selection from a split: the fractions ``start`` to ``end`` of the samples from ``first`` to before ``last``.
+    Sample numbers are rounded down, as in Energon."""
 
     start: float = 0.0
     end: float = 1.0
     first: int = 0
-    last: int | None = None  # None means the end of the split
+    last: int | None = None  # None: the end of the split
 
     def within(self, outer: "Subset | None") -> "Subset":
-        """Return the part of this subset that ``outer`` selects. ``outer`` must select by fractions only."""
+        """Return this subset restricted by ``outer``. ``outer`` must select by fractions only."""
         if outer is None:
             return self
         length = self.end - self.start
         return replace(self, start=self.start + outer.start * length, end=self.start + outer.end * length)
 
     def of(self, samples: int) -> tuple[int, int]:
-        """Return (first, last) so that the samples [first, last) of ``samples`` are selected. Raises ValueError."""
+        """Return the selected samples [first, last) out of ``samples`` samples. Raises ValueError."""
         last = samples if self.last is None else self.last
         if not self.first <= last <= samples:
             raise ValueError(f"subset: range [{self.first}, {last}] of {samples:,} samples")
@@ -73,8 +73,8 @@ class Leaf:
     """A split of a prepared folder, as named by a metadataset."""
 
     folder: Path
-    split: str  # "" means that of ``Request.split``
-    share: Fraction = Fraction(1)  # the folder's weight, or how often a pass repeats it
+    split: str  # "" means ``Request.split``
+    share: Fraction = Fraction(1)  # the folder's weight or repetitions
     subset: Subset | None = None
     subflavors: dict[str, Any] = field(default_factory=dict)
     dataset_config: str | None = None
@@ -89,15 +89,15 @@ def is_metadataset(content: Any) -> bool:
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """Return (meaning of ``Leaf.share``, leaves) of the first of ``splits`` that a metadataset has. Raises OSError, or
-    ValueError beginning with ``shown`` (NoSuchSplit if there is none of ``splits``)."""
+    """Read the first of ``splits`` that a metadataset has. Return (meaning of ``Leaf.share``, leaves). Raises OSError,
+    or ValueError beginning with ``shown`` (NoSuchSplit if no split exists)."""
     return _Reader(shown).file(path, splits)
 
 
 class _Reader:
     def __init__(self, shown: str):
         self.shown, self.folders = shown, 0
-        self._read: dict[Path, Any] = {}  # contents by path, because several files may refer to the same file
+        self._read: dict[Path, Any] = {}  # contents by path, because files may refer to the same file
 
     def file(
         self,
@@ -107,8 +107,8 @@ class _Reader:
         inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
-        """Return (meaning of ``Leaf.share``, leaves) of a file. above, inherited, subset: see ``_At``, of the files
-        that lead to it."""
+        """Return (meaning of ``Leaf.share``, leaves) of a file. above, inherited, subset: from the files above, see
+        ``_At``."""
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -212,7 +212,7 @@ class _Reader:
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
     def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
-        """Return the part of a node's subset that ``outer`` selects; a node without one counts as selecting all."""
+        """Return a node's subset, restricted by ``outer``. A node without a subset selects everything."""
         content = node.get("subset")
         if content is None:
             return outer
@@ -249,9 +249,9 @@ class _At:
 
     folder: Path
     split: str
-    above: tuple[Path, ...]  # the files that lead to this one, the first one first, and this file
+    above: tuple[Path, ...]  # this file, and before it the files above, top file first
     subflavors: dict[str, Any]  # set by the files above
-    subset: Subset | None  # the part that the files above select
+    subset: Subset | None  # the subset that the files above select
 
 
 _SPLITS = {"train": ("train",), "test": ("val", "test")}  # ``Request.split`` -> Energon's names, best first
@@ -326,8 +326,8 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the tars from which the leaf uses samples, with these samples. Its subset counts all samples of the tars,
-    also those that an index or ``exclude`` leaves out."""
+    """Return the leaf's tars, each with the rows to use. Leave out tars without such rows. The leaf's subset also
+    counts samples that an index or ``exclude`` leaves out."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:
@@ -351,8 +351,8 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
-    """Return the index rows of a tar's samples [first, last) whose keys are not in ``keys``; None means all rows.
-    first, last: count also the samples that the index leaves out."""
+    """Return the index rows of a tar's samples [first, last), except samples with a key in ``keys``; None means all
+    rows. first, last: also count the samples that the index leaves out."""
     count = index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
         return None

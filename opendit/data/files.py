@@ -25,8 +25,8 @@ from opendit.common.utils import printable as printable
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
-TIME_LIMIT = 30.0  # seconds after which reading a picture or clip is given up
-MOST_OPEN = 256  # maximum number of files that ``read_at`` keeps open. Most systems allow a process 1,024.
+TIME_LIMIT = 30.0  # seconds before a read of a picture or clip is given up
+MOST_OPEN = 256  # maximum files that ``read_at`` keeps open; many systems allow a process 1,024
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -44,7 +44,7 @@ def kind_of(mode: int) -> str | None:
 def problem(path: str | Path) -> str | None:
     """Return why a path can't be opened as a regular file, or None if it probably can.
 
-    This opens nothing, because opening a pipe may block and opening a device may have side effects."""
+    No file is opened, because opening a pipe may block and opening a device may have side effects."""
     try:
         kind = kind_of(os.stat(path).st_mode)
     except OSError as error:
@@ -57,7 +57,7 @@ def problem(path: str | Path) -> str | None:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with a leading ~ or ~user replaced by the home folder. Raises ValueError if that is unknown."""
+    """Return a path with its leading ~ or ~user replaced. Raises ValueError if the home folder is unknown."""
     try:
         return Path(path).expanduser() if path.startswith("~") else Path(path)
     except RuntimeError as error:
@@ -87,10 +87,10 @@ def allow_open_files(most: int = 2**14) -> None:
 
 @contextmanager
 def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on the file ``path``, after waiting for other processes of this machine to release it.
+    """Hold an exclusive lock on the file ``path``. Wait until other processes on this machine release the lock.
 
-    The system releases it when the process ends. root: follow no link below this folder. make: create missing folders
-    above ``path``. Raises OSError if the file can't be opened."""
+    The lock ends with the process. root: follow no link below this folder. make: create missing folders above ``path``.
+    Raises OSError if the file can't be opened."""
     with open(open_to_write(path, os.O_WRONLY | os.O_CREAT, root=root, make=make), "w") as lock:
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -115,17 +115,17 @@ def first_bytes(path: str | Path, count: int) -> bytes:
 
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second, third, fourth and fifth attempt
-# Names of errors of a disk or network file system that is down. Damaged or missing files cause other errors.
+# Errors of a disk or network file system that is down. Damaged or missing files cause other errors.
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
 
 
 def retried(address: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()``, which reads ``address``, with up to five attempts and growing pauses.
+    """Return ``work()``, which reads ``address``. Make up to five attempts, with growing pauses.
 
-    Raises DataError after the last attempt, and at once for a missing or forbidden file. DataError and ValueError of
-    ``work`` are raised at once, too."""
+    Raises DataError after the last attempt, or at once if the file is missing or forbidden. DataError and ValueError
+    from ``work`` are raised at once."""
     for last in _attempts():
         try:
             return work()
@@ -144,14 +144,15 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 
 
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
-    """Return ``work()``, which reads a file, with up to five attempts if the file's disk is down. Raises DataError
-    after the last attempt, and all other errors of ``work`` at once. wait: called with the seconds of each pause."""
+    """Return ``work()``, which reads a file. Make up to five attempts if the file's disk is down. Raises DataError
+    after the last attempt. All other errors of ``work`` are raised at once. wait: called with the seconds of each
+    pause."""
     for last in _attempts(wait):
         try:
             return work()
         except DataError:
             raise
-        except Exception as error:  # of a decoder's own type, or BadSample with the error as its cause
+        except Exception as error:  # a decoder's own error, or BadSample with the OSError as cause
             if (number := _down(path, error)) is None:
                 raise
             if last:
@@ -161,7 +162,7 @@ def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[f
 
 
 def _attempts(wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
-    """Yield False before every attempt but the last one, and True before that, with pauses in between."""
+    """Yield False before every attempt but the last, then True. Pause between attempts."""
     for pause in PAUSES:
         yield False
         wait(pause)
@@ -173,7 +174,7 @@ def _failed(name: str | Path) -> str:
 
 
 def _down(path: str | Path, error: Exception) -> int | None:
-    """Return the errno if ``error``, or ``os.stat`` of the path now, means that the disk is down; else None."""
+    """Return the errno if ``error``, or ``os.stat`` of the path, shows that the disk is down; else None."""
     cause = error if isinstance(error, OSError) else error.__cause__
     # Exclude PyAV's subclasses of OSError, because FFmpeg reports EIO for damaged files, too.
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:
@@ -205,8 +206,8 @@ _open_files = _OpenFiles()
 
 
 def read_at(name: Hashable, open_file: Callable[[], int], at: int, size: int) -> bytes:
-    """Return ``size`` bytes from offset ``at`` of a file, or fewer if the file ends before. Each thread keeps the files
-    that it has read last open.
+    """Return ``size`` bytes from offset ``at`` of a file, or fewer at the end of the file. Each thread keeps its last
+    files open.
 
     name: identifies the open file. open_file: opens the file and returns its descriptor. Raises OSError."""
     files = _open_files.files
@@ -232,26 +233,26 @@ def spread(size: int, most: int) -> list[int]:
 
 
 def name_few(messages: list[str], count: int = 5) -> str:
-    """Return one line with the first ``count`` messages and the number of the others."""
+    """Return one line with the first ``count`` messages and the number of further messages."""
     more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
     return "; ".join(messages[:count]) + more
 
 
 CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
-VISITS = 100  # maximum times that a search lists one folder, because nested links could lead there without limit
-Identity = tuple[int, int]  # device and inode: the same for every path to a folder
+VISITS = 100  # maximum times that a search lists one folder, because links can lead there endlessly
+Identity = tuple[int, int]  # (device, inode) of a folder
 
 
 @dataclass
 class Ignored:
     """The files and folders that a search ignored."""
 
-    suffixes: Counter[str] = field(default_factory=Counter)  # number of ignored files of each suffix
+    suffixes: Counter[str] = field(default_factory=Counter)  # suffix -> number of ignored files
     hidden: int = 0  # hidden files and folders
     outside: int = 0  # pictures outside the class folders
-    # "path (kind)" of pipes, devices, sockets, links to a parent folder, and folders visited too often
+    # "path (kind)" for pipes, devices, sockets, links to a parent folder, and folders visited too often
     named: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)  # "path (reason)" of folders that can't be read
+    unreadable: list[str] = field(default_factory=list)  # "path (reason)" for folders that can't be read
 
     def add(self, other: "Ignored") -> None:
         self.suffixes += other.suffixes
@@ -322,9 +323,9 @@ def folders_above(folder: str) -> frozenset[Identity]:
 
 
 def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:
-    """Return (names of the files with one of ``suffixes``, names of the subfolders) of a folder, both sorted.
+    """Return a folder's (files with one of ``suffixes``, subfolders), as sorted names.
 
-    Everything else is added to ``ignored``. A link to a missing file counts as a file, so that reading it reports the
+    All other entries are added to ``ignored``. A link to a missing file counts as a file, so that reading reports the
     loss. Raises OSError."""
     with os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
@@ -369,7 +370,7 @@ def files_below(
     """Yield the paths of all files with one of ``suffixes`` below a folder: sorted files, then each sorted subfolder.
 
     Links are followed, except to a parent folder or a folder in ``above``. A folder is listed at most ``visits`` times.
-    Everything else is added to ``ignored``."""
+    All other entries are added to ``ignored``."""
     todo, seen = [(folder, above)], Counter()
     while todo:
         path, above = todo.pop()
@@ -392,22 +393,22 @@ def files_below(
 
 
 MOST_FILES = 10_000
-MOST_BYTES = 64 << 20  # approximate maximum number of bytes read from all files together
+MOST_BYTES = 64 << 20  # approximate maximum bytes read from all files in total
 _BLOCK = 4096
 
 
 def hash_files(paths: Sequence[str]) -> str:
-    """Return a hash of the number of files, and of their sizes and contents in order, but not of their names.
+    """Return a hash of the files' number, sizes and contents, in order. Names are not included.
 
-    It takes about a second, even for a million pictures or 100 GB of weights. Of more than 10,000 files, only evenly
-    spaced ones are read, and of long files only evenly spaced blocks. An unreadable file counts as b""."""
+    Hashing takes about a second, even for a million pictures or 100 GB of weights: more than 10,000 files are sampled
+    evenly, and so are the blocks in long files. An unreadable file counts as b""."""
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
     return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
 
 
 def _contents(path: str, share: int) -> bytes:
-    """Return the size and the bytes of a file, or a hash of its size and of about ``share`` bytes."""
+    """Return a file's size and contents, or a hash of the size and about ``share`` bytes if the file is longer."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         with open(handle, "rb", buffering=0) as file:
@@ -431,7 +432,7 @@ _REPAIR = "copy it again or run the preprocess.py command that made it"
 
 @dataclass(frozen=True)
 class Checksums:
-    """The SHA-256 of files. files: path below ``folder`` -> checksum. flag: beginning of messages about damage."""
+    """SHA-256 of files. files: path below ``folder`` -> checksum. flag: beginning of messages about damage."""
 
     folder: Path
     files: dict[str, str]
@@ -442,7 +443,7 @@ class Checksums:
 
 
 class Verification:
-    """Compares files with their SHA-256 in a background thread, slowly enough not to slow training down."""
+    """Compares files with their SHA-256 in a background thread, slow enough for training to keep its speed."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag
@@ -452,7 +453,8 @@ class Verification:
         self._stop = threading.Event()
 
     def check(self) -> None:
-        """Start the thread at the first call. Later raise DataError if it found a bad file. Never waits."""
+        """Start the thread at the first call. In later calls, raise DataError if the thread found a bad file. Never
+        waits."""
         if self._thread is None and self.files:
             self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
             self._thread.start()
@@ -465,12 +467,12 @@ class Verification:
             self._thread.join()
 
     def close(self) -> None:
-        """Stop the thread after its current read, and wait for it. May be called twice."""
+        """Stop the thread after its current read, and wait for the thread. May be called twice."""
         self._stop.set()
         self.wait()
 
     def _verify(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # on Linux this gives only this thread a low priority
+        with contextlib.suppress(OSError, AttributeError):  # gives only this thread a low priority on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for name, expected in self.files.items():
             path = self.folder / name

@@ -22,16 +22,16 @@ from opendit.data.base import (
 from opendit.data.order import permuted
 from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 
-_DRAWN = 2**17  # number of entries of the permutation that are computed at once
-SEED = 0x76616C  # seed for held-out samples, so that they don't depend on --global_seed
+_DRAWN = 2**17  # entries of the permutation that are computed at once
+SEED = 0x76616C  # seed for held-out samples; independent of --global_seed
 
 
 def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
-    """Return (training set, held-out set). Each row of the data set is in exactly one of them.
+    """Split a data set's rows into (training set, held-out set).
 
-    Of n files, round(share x n) are held out, at least one. All rows of a file, such as those of a picture with several
-    captions, are in the same set. The choice depends only on the number of files, so every run on this data set holds
-    out the same files. A larger share holds out all files of a smaller share, and more.
+    Of n files, round(share x n) are held out, at least one. All rows of one file stay together, such as a picture with
+    several captions. The choice depends only on the number of files. A larger share holds out the files of a smaller
+    share, and more.
 
     Raises ValueError if no files are left to train on."""
     files_of = dataset.describe().files
@@ -44,7 +44,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
             f"--validate_share {share:g}: of {files:,} samples {count:,} are held out, and none is left to train on; "
             "lower it"
         )
-    # Store the smaller side as an array of rows, and the larger side as its complement.
+    # Store the smaller set as an array of rows, and the larger set as its complement.
     fewer_held = 2 * count <= files
     drawn = _drawn(*((0, count) if fewer_held else (count, files)), files)
     few = _rows_of(drawn, sources, counts).astype(np.int32 if len(dataset) < 2**31 else np.int64, copy=False)
@@ -55,7 +55,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
 
 def _drawn(start: int, stop: int, files: int) -> np.ndarray:
-    """Return the sorted entries [start, stop) of the permutation of file numbers with the seed ``SEED``."""
+    """Return entries [start, stop) of the permutation of file numbers by ``SEED``, sorted."""
     found = np.empty(stop - start, dtype=np.int32 if files < 2**31 else np.int64)
     for first in range(start, stop, _DRAWN):
         places = np.arange(first, min(stop, first + _DRAWN))
@@ -65,7 +65,7 @@ def _drawn(start: int, stop: int, files: int) -> np.ndarray:
 
 
 def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
-    """Return the rows of ``files``, both ascending. counts: number of files of each of ``sources``."""
+    """Return the rows of ``files``. Both are ascending. counts: number of files in each source."""
     ends = np.cumsum(counts)
     rows, parts = 0, []
     for (size, file_of), count, end in zip(sources, counts, ends.tolist(), strict=True):
@@ -81,10 +81,10 @@ def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], co
 
 
 class SomeRows(MediaDataset):
-    """A subset of another data set's rows, renumbered from 0.
+    """Some rows of another data set, renumbered from 0.
 
-    rows: the rows of ``whole`` in the subset, ascending. part: description of the subset for the log. Raises ValueError
-    if ``rows`` is empty."""
+    rows: the chosen rows of ``whole``, ascending. part: describes the subset in the log. Raises ValueError if ``rows``
+    is empty."""
 
     def __init__(self, whole: MediaDataset, rows: np.ndarray | Complement, part: str):
         if len(rows) == 0:
@@ -164,5 +164,5 @@ class SomeRows(MediaDataset):
         return int(self.rows[row])
 
     def _below(self, ends: Sequence[int]) -> list[int]:
-        """Return how many rows of the subset lie below each of the row numbers ``ends`` of ``whole``."""
+        """For each row number in ``ends``, return how many of the chosen rows are smaller."""
         return self.rows.searchsorted(ends).tolist()

@@ -1,29 +1,28 @@
-"""Write tars of cached latents, and read them as a data set. ``latents_index`` describes index.json.
+"""|Write tars of cached latents, and read them as a data set. ``latents_index`` describes index.json.
 
     latents-256-00000-of-00012.tar          latents-256-00000-of-00012.tar.index     index.json
-      __opendit__/shard.json                the settings the tar was made with, and the files that couldn't be read
+      __opendit__/shard.json                the tar's settings, and the files that couldn't be read
       000000000.safetensors  000000000.txt
       000000001.safetensors  000000001.txt
 
-A member's name is the sample's row in the original data set. A second member holds the sample's caption (``.txt``) or
-class (``.cls``). The safetensors member has these tensors, where F is 2 with the mirror image and 1 without it:
+A member is named by the sample's row in the original data set. The caption is in ``.txt``, or the class in ``.cls``.
+The safetensors member has these tensors, where F is 2 with the mirror image and 1 without it:
 
     moments  (F, 2C, [t,] h, w) float16   mean and standard deviation
-    tokens   (L, D) float16               caption's tokens without padding, if a text encoder embedded it;
-    pooled   (P,) float16                 and its pooled vector. Both may be bfloat16, see ``EmbeddingForm``
+    tokens   (L, D) float16               embedded caption: tokens without padding, and
+    pooled   (P,) float16                 pooled vector. Both may be bfloat16, see ``EmbeddingForm``
     features (F, N, W) float16            with --repa: a vision encoder's features for the latent's N tokens
-    first_latents (F, C, t, h, w) float16 for image-to-video models: means of the clip with all frames but the first
-                                          made grey;
-    first_tokens  (F, L, D) float16       tokens of the first frame, if the model has an image encoder
+    first_latents (F, C, t, h, w) float16 for image-to-video models: means of the clip, grey after its first frame
+    first_tokens  (F, L, D) float16       first frame's tokens, if the model has an image encoder
 
 In tars of another program, a sample's latents are an array in its member ``.npz``, ``.npy`` or ``.safetensors``.
 ``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json`` that describes the arrays.
-FORM is one of the following, where C is the number of the VAE's latent channels. The values are not yet multiplied by
-the VAE's scaling factor. A leading batch dimension of 1 is removed.
+Their values are not multiplied by the VAE's scaling factor. A leading batch dimension of 1 is removed. FORM is one of
+the following, where C is the number of latent channels.
 
     mean_std     (2C, [t,] h, w)   mean and standard deviation
     mean_logvar  (2C, [t,] h, w)   mean and logarithm of the variance: diffusers' ``latent_dist.parameters``
-    sample       (C, [t,] h, w)    the mean, or a latent that was drawn once and is used unchanged each time
+    sample       (C, [t,] h, w)    the mean, or a latent that was drawn once and never changes
 """
 
 import io
@@ -99,16 +98,16 @@ from opendit.encoders.text import TextEncoder
 
 
 class LatentDataset(ShardDataset):
-    """Data set of cached latents in tars. A sample ``x`` holds the means and standard deviations of a picture (2C, h,
-    w) or of a clip (2C, t, h, w), float32.
+    """Data set of cached latents in tars. A sample ``x`` has means and standard deviations: (2C, h, w) for a picture or
+    (2C, t, h, w) for a clip, float32.
 
-    index: index of one picture size. tars: all tars that ``index`` lists, in its order. empty_caption: embedding of the
-    empty string; None without an encoder. of_run: settings of the run, see ``_take``.
+    index: index of one picture size. tars: the tars in ``index``, in order. empty_caption: embedding of the empty
+    string; None without an encoder. of_run: settings of the run, see ``_take``.
 
-    Raises ValueError, which begins with ``name``, if the latents were made with other settings for clips, if they lack
-    the mirror images that ``random_flip`` requests, or if ``index`` contradicts the tars about captions and classes."""
+    Raises ValueError, beginning with ``name``, if clips were read with other settings, if ``random_flip`` needs missing
+    mirror images, or if ``index`` contradicts the tars about captions and classes."""
 
-    empty_captions = True  # accept empty captions, which the original data set may have
+    empty_captions = True  # accept empty captions
     names_file = INDEX
 
     def __init__(
@@ -151,8 +150,8 @@ class LatentDataset(ShardDataset):
         frame_interval: int = 1,
         fps: float | None = None,
     ) -> None:
-        """Set the attributes that the index determines. Raises ValueError if it contradicts the settings of the run.
-        random_flip: None means to mirror if mirror images are stored."""
+        """Set the attributes that the index determines. random_flip: None means to mirror if mirror images are stored.
+        Raises ValueError if the index contradicts the run's settings."""
         made = index.get("video")
         if use_video != (made is not None):
             what = (
@@ -173,7 +172,7 @@ class LatentDataset(ShardDataset):
         self.index, self.vae = index, index["vae"]
         self.random_flip = index["flips"] if random_flip is None else random_flip
         self.class_names = index["class_names"]
-        # The scale and the shift are numbers, or lists of one number per channel.
+        # Scale and shift are numbers, or lists with one number per channel.
         scale, shift = index["scaling_factor"], index["shift_factor"]
         self.scaling_factor: float | tuple[float, ...] = tuple(scale) if isinstance(scale, list) else scale
         self.shift_factor: float | tuple[float, ...] = tuple(shift) if isinstance(shift, list) else shift
@@ -252,7 +251,7 @@ class LatentDataset(ShardDataset):
         return self._kinds
 
     def _sizes(self) -> list[tuple[int, Size]]:
-        """Return (end of the tar's rows, (frames, height, width) of its latents) for each tar."""
+        """Return, for each tar, (end row, (frames, height, width) of its latents)."""
         lengths: dict[int, int] = {}
         sizes: list[Size] = []
         for key, own in zip(self._keys, self._latent_shapes, strict=True):
@@ -265,8 +264,8 @@ class LatentDataset(ShardDataset):
         return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
     def _frames(self, key: int) -> int:
-        """Return the number of latent frames of samples with this shape key, read from the first readable sample,
-        because index.json does not record it."""
+        """Return the latent frames of samples with this shape key. index.json lacks the number, so read the first
+        readable sample."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
@@ -290,7 +289,8 @@ class LatentDataset(ShardDataset):
         return {shard["file"]: shard["sha256"] for shard in self.index["shards"]} | self.index.get("checksums", {})
 
     def _identity(self) -> str:
-        # Checksums and caption counts are left out: adding them to a cache of an earlier version keeps its identity.
+        # Leave out checksums and caption counts, so that a cache of an earlier version keeps its identity when they are
+        # added.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
         index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "version": VERSION, "shards": shards}, sort_keys=True))
@@ -310,7 +310,7 @@ class LatentDataset(ShardDataset):
         )
 
     def _shown(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
-        """Return the size of the encoded picture or clip as a Medium, and its latents as frames in false colours."""
+        """Return the original size as a Medium, and the latents as frames in false colours."""
         video, size, along = self.index.get("video"), self.index["image_size"], 1
         if video and (latent_frames := self.sample_shape[1]) > 1:  # the first latent frame encodes a single frame
             along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
@@ -410,11 +410,11 @@ def _open_remote_latents(asked: Request, remote: Remote, cache: FileCache) -> La
 ABOUT = "__opendit__/shard.json"  # WebDataset's readers skip members with double underscores
 SUFFIX = "safetensors"
 FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),), empty=True)
-HEADERS = 3 * BLOCK + 512  # estimated bytes of a sample besides its arrays: tar headers, caption or class, tensor names
+HEADERS = 3 * BLOCK + 512  # estimated bytes of a sample without its arrays: tar headers, caption or class, tensor names
 SUFFIXES = ("safetensors", "npz", "npy")
-MIRRORED = "_flip"  # suffix of the name of the mirror image's array
-_USUAL = ("moments", "latents", "latent")  # names of the latents' array to prefer if several arrays have its shape
-_TIMES = 128  # maximum unpacked bytes of a .npz per latent value, because a small .npz can unpack to any size
+MIRRORED = "_flip"  # ending of the mirror image's array name
+_USUAL = ("moments", "latents", "latent")  # array names to prefer if several arrays have the right shape
+_TIMES = 128  # maximum unpacked bytes of a .npz per latent value
 
 
 def tar_name(image_size: int, shard: int, shards: int) -> str:
@@ -427,7 +427,7 @@ class CachedSample(NamedTuple):
     row: int  # the sample's row in the original data set
     tensors: dict[str, Tensor]  # see the module's docstring
     label: int
-    caption: str | None = None  # stored instead of the class ``label``
+    caption: str | None = None  # stored instead of ``label``
 
 
 def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str, Any], skipped: list[str]) -> str:
@@ -465,7 +465,7 @@ def _members(about: bytes, samples: Sequence[CachedSample]) -> Iterator[tuple[st
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Return (number of samples, settings, skipped files) of a complete tar of :func:`write_shard`; None for others."""
+    """Return (sample count, settings, skipped files) of a complete tar by :func:`write_shard`; None for other files."""
     try:
         header = TarIndex(index_of(path)).header
         with open(open_regular(path), "rb") as file:
@@ -480,7 +480,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
 
 
 def complete_tars(folder: Path, settings: dict[str, Any]) -> set[str]:
-    """Return the names of the complete tars of one picture size. Raises ValueError for tars of other settings."""
+    """Return the names of one picture size's complete tars. Raises ValueError if a tar has other settings."""
     kept = set()
     for path in sorted(folder.glob(f"latents-{settings['image_size']}-*.tar")):
         header = read_header(path)
@@ -512,8 +512,8 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
 
 
 def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
-    """Read the indexes of latents in a folder behind an address. Return None for the address of a tar, and for a folder
-    without such an index."""
+    """Read the latents' indexes behind an address. Return None for a tar's address, and for a folder without
+    index.json."""
     name = f"{address.rstrip('/')}/{INDEX}"
     content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
     return None if content is None else check_indexes(parse_json(content, name), name)
@@ -533,9 +533,8 @@ def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
 def arrays_of(
     content: bytes, suffix: str, shape: tuple[int, ...], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Return the arrays in a member, by name. The array of a ``.npy`` has the name "". names: the arrays to read from a
-    ``.npz``; None for all numeric ones. shape: (2C, [t,] h, w), the shape of mean and deviation. May raise any
-    exception."""
+    """Return the arrays in a member, by name. The array in a ``.npy`` has the name "". shape: (2C, [t,] h, w) of mean
+    and deviation. names: the arrays to read from a ``.npz``; None for all numeric ones. May raise any exception."""
     if suffix == ".safetensors":
         return load(content)
     if suffix == ".npy":
@@ -549,8 +548,8 @@ def arrays_of(
 
 
 def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the name of the array of latents, and that of its mirror image if there is one. Raises ValueError if no
-    array has the shape, or if several have it and none has a name of ``_USUAL``."""
+    """Return the name of the latents' array and, if there is one, the name of the mirror image's array. Raises
+    ValueError if no array has the shape, or if several have it and none has a name in ``_USUAL``."""
     stored = _stored_shape(form, shape)
     fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
     chosen = [name for name in _USUAL if name in fits][:1] or fits
@@ -563,9 +562,9 @@ def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...
 
 
 def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
-    """Return the mean and standard deviation (F, 2C, [t,] h, w) fp32 of a sample, and of its mirror image if F is 2.
-    foreign: see ``ForeignTars``. Raises the exceptions of :func:`arrays_of`, and ValueError if an array is missing, not
-    finite or of another shape."""
+    """Return a sample's mean and standard deviation, (F, 2C, [t,] h, w) fp32. F is 2 with a mirror image. foreign: see
+    ``ForeignTars``. Raises as :func:`arrays_of`, and ValueError if an array is missing, not finite or of another shape.
+    """
     names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
     arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
     views = []
@@ -606,12 +605,12 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class EmbeddingForm(NamedTuple):
     """Format of cached embeddings."""
 
-    width: int  # of a token
+    width: int  # width of a token
     pooled: int  # width of a pooled vector
     dtype: str = "fp16"  # a key of ``DTYPES``
 
     def numbers(self, max_tokens: int) -> int:
-        """Return the number of elements in the embedding of a caption of ``max_tokens`` tokens."""
+        """Return the number of elements in a caption's embedding with ``max_tokens`` tokens."""
         return max_tokens * self.width + self.pooled
 
 
@@ -624,7 +623,7 @@ def form_of(encoder: AnyEncoder) -> EmbeddingForm:
 
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
     """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU, in the dtype of
-    :func:`form_of`. how: more arguments of ``encoder.encode``. Raises DataError if an element overflows the dtype."""
+    :func:`form_of`. how: more arguments for ``encoder.encode``. Raises DataError if an element overflows the dtype."""
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
     parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
@@ -645,7 +644,7 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
 
 def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
     """Return the embedding of the empty string, padded to ``max_tokens``. content: bytes of the file ``EMPTY``. text:
-    see ``TextEncoding``. Raises ValueError, naming the file, if it is damaged."""
+    see ``TextEncoding``. Raises ValueError, naming the file, if the file is damaged."""
     try:
         found = load(content)
         if found.keys() != {"tokens", "pooled"}:

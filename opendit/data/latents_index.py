@@ -1,7 +1,7 @@
-"""Read and write ``index.json``, which describes a folder of cached latents.
+"""Read and write ``index.json``, the description of cached latents in a folder.
 
-The file holds one index for every ``--image_size``. With ``--bucket_tokens``, the tars of one size may have latents of
-different shapes. An index is written after its shards, so a shard that no index lists is unfinished.
+The file holds one index for every ``--image_size``. With ``--bucket_tokens``, tars of one size may have latents of
+different shapes. An index is written after its shards, so a shard without an index is unfinished.
 """
 
 import json
@@ -51,7 +51,7 @@ class ClipSettings(JsonObject):
 
 
 class LatentsSettings(JsonObject):
-    """The settings that a cache was made with."""
+    """The settings of a cache."""
 
     version: Count
     data: Word
@@ -83,22 +83,22 @@ class ShardEntry(JsonObject):
     file: FileName
     count: Count
     bytes: Count
-    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0  # of the file's samples, see ``Shapes.keys``
-    latent_shape: LatentShape = absent()  # in a cache made with --bucket_tokens; absent: that of the index
+    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0  # key of the file's samples, see ``Shapes.keys``
+    latent_shape: LatentShape = absent()  # only with --bucket_tokens; absent: same as the index
     sha256: Sha256 = ""
 
 
 class TextEncoding(JsonObject):
-    """The text encoder whose embeddings are stored with the latents."""
+    """The text encoder of the stored embeddings."""
 
     encoder: Name
     max_tokens: int = Field(ge=1, le=1 << 16)
-    pooled: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of the pooled vectors, unless the tokens'
+    pooled: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # pooled width; absent: the tokens' width
     dtype: Literal["bf16"] = absent()  # absent for fp16
 
 
 class StoredFeatures(JsonObject):
-    """Format of stored features of a vision encoder: ``width`` values for each token of a ``grid`` (rows, columns)."""
+    """A vision encoder's stored features: ``width`` values for each token of a ``grid`` (rows, columns)."""
 
     encoder: Name
     grid: Annotated[list[Side], Len(2, 2)]
@@ -110,12 +110,12 @@ class CaptionCounts(JsonObject):
 
     rows: Count  # rows of the data set
     counted: Count  # captions whose tokens were counted
-    cut: Count  # counted captions that were truncated to ``max_tokens``
+    cut: Count  # counted captions truncated to ``max_tokens``
     longest: Count  # tokens of the longest counted caption
 
 
 class ForeignTars(JsonObject):
-    """Format of another program's tars: ``form`` is one of ``FOREIGN_FORMS``, the others are names of arrays."""
+    """Another program's tars. form: one of ``FOREIGN_FORMS``. array, mirrored: names of arrays."""
 
     form: str = Field(pattern=rf"^({'|'.join(FOREIGN_FORMS)})\z")
     array: Name
@@ -123,13 +123,13 @@ class ForeignTars(JsonObject):
 
 
 class LatentsOfOneSize(JsonObject):
-    """The index of the latents of one size."""
+    """The index of one picture size."""
 
     count: Count
     class_names: Texts
     image_size: Side
     vae: Name
-    # The scale and the shift are numbers, or lists of one number per channel.
+    # Scale and shift are numbers, or lists with one number per channel.
     scaling_factor: Scale | Annotated[list[Scale], Len(1, 4096)]
     shift_factor: Shift | Annotated[list[Shift], Len(1, 4096)]
     latent_shape: LatentShape
@@ -139,12 +139,12 @@ class LatentsOfOneSize(JsonObject):
     skipped: Skipped = []
     video: ClipSettings = absent()
     data_fps: Rate = 1  # median frame rate of the original files
-    first_frames: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of first frames' tokens; 0: none
+    first_frames: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of first-frame tokens; 0: none
     conditioning: Literal["label", "text"] = "label"
     text: TextEncoding = absent()
     features: StoredFeatures = absent()
     captions: CaptionCounts = absent()
-    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # SHA-256 of files that are not shards
+    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # SHA-256 of files other than shards
     foreign: ForeignTars = absent()
 
 
@@ -161,7 +161,7 @@ REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
 def check_index(index: dict[str, Any], path: Path) -> None:
-    """Raise ValueError if fields of an index contradict each other. ``checked`` must have accepted the index before."""
+    """Raise ValueError if fields of an index contradict each other. Call ``checked`` on the index first."""
 
     def require(right: bool, problem: str) -> None:
         if not right:
@@ -201,8 +201,8 @@ def convert_advice(folder: str) -> str:
 
 
 def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
-    """Return the indexes in an index.json, one for each picture size. Return None if its content ``index`` does not
-    describe latents. Raises ValueError for an invalid index and for another version. source: the file's path."""
+    """Return the indexes in an index.json, one per picture size; None if the content does not describe latents. Raises
+    ValueError for an invalid index and for another version. source: the file's path."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
     version, folder = index.get("version"), source.rpartition("/")[0]
@@ -220,8 +220,8 @@ def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
 
 
 def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
-    """Return :func:`check_indexes` of a folder's index.json. Return None if there is no such file, or if it can't be
-    parsed and the folder has no files of latents. Raises ValueError for another damaged index."""
+    """Return :func:`check_indexes` of a folder's index.json; None without this file. An unparsable file counts as
+    missing if the folder has no latents. Raises ValueError for another damaged index."""
     path = folder / INDEX
     try:
         content = read_json(path, LATENTS_SIZES.most_bytes)
@@ -235,7 +235,7 @@ def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> dict[str, Any]:
-    """Return the index for this picture size. Raises ValueError, which begins with ``name``, if there is none."""
+    """Return the index for this picture size. Raises ValueError, beginning with ``name``, if there is none."""
     found = next((index for index in indexes if index["image_size"] == image_size), None)
     if found is None:
         sizes = [str(index["image_size"]) for index in indexes]
@@ -253,13 +253,13 @@ def write_index(folder: Path, indexes: list[dict[str, Any]]) -> None:
         write_file(new, iter([(json.dumps(content, indent=1) + "\n").encode()]))
 
 
-LOCK = ".index.lock"  # hold this lock briefly, while index.json changes, not during encoding
+LOCK = ".index.lock"  # hold this lock only while index.json changes
 
 
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Remove the index of the picture size in ``settings``, so that nobody reads its shards while they are rewritten.
-    Return the removed shards' checksums by file name. Raises ValueError if the folder holds other data, or latents of
-    version 1 or of other data, VAE, clip settings or text encoder."""
+    """Remove the index of the picture size in ``settings``, because its shards will be rewritten. Return the removed
+    shards' checksums by file name. Raises ValueError if the folder holds other data, or latents of version 1 or of
+    other data, VAE, clip settings or text encoder."""
     with file_locked(folder / LOCK):
         indexes, others = _indexes(folder, settings)
         if others:
@@ -271,13 +271,13 @@ def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def put_index(folder: Path, settings: dict[str, Any], index: dict[str, Any]) -> None:
-    """Store ``index`` in index.json, and keep the indexes of other picture sizes, while holding the lock ``LOCK``.
-    Raises ValueError as :func:`take_index` does."""
+    """Store ``index`` in index.json, next to the indexes of other picture sizes. The caller must hold ``LOCK``. Raises
+    as :func:`take_index`."""
     write_index(folder, [*_indexes(folder, settings)[1], index])
 
 
 def _indexes(folder: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return (all indexes of a folder, those of other picture sizes). Raises ValueError, see :func:`take_index`."""
+    """Return (all indexes in a folder, indexes of other picture sizes). Raises as :func:`take_index`."""
     if any(folder.glob(OLD_FILES)):
         raise ValueError(f"--output {folder}: {convert_advice(str(folder))}; or name another folder")
     if not (folder / INDEX).exists():

@@ -1,7 +1,7 @@
 """Prefetch the batches of every step in worker processes, and choose a data set's schedule.
 
-The global batch is the same for any number of ranks and workers. If a worker dies, runs out of memory or
-hangs, the run ends with one error that names the file. If the main process ends, the workers end too."""
+The global batch does not depend on the number of ranks or workers. If a worker dies, runs out of memory or hangs, the
+run ends with one error that names the file. If the main process ends, the workers end too."""
 
 import ctypes
 import itertools
@@ -53,29 +53,29 @@ from opendit.data.shaped import ShapedDataset
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 2  # number of batches that each worker process prefetches
+AHEAD = 2  # batches that each worker prefetches
 POLL = 1.0  # seconds between checks of the workers while the main process waits for a batch
 
-# If a thread frees a tensor while the interpreter exits, the process aborts ("terminate called without an active
-# exception"). This list keeps loaders alive whose tensors such a thread may still hold.
+# A thread that frees a tensor during interpreter exit aborts the process ("terminate called without an active
+# exception"). This list keeps alive the loaders whose tensors a thread may hold.
 not_ended: list[Any] = []
 
 
 class ReadAhead:
-    """Iterator over the results of ``reader`` for a sequence of requests, in order, computed in worker processes.
+    """Iterator over ``reader``'s results for a sequence of requests, in order, computed in worker processes.
 
     Use it as a context manager: the workers live from the constructor to ``close()``. With 0 workers the main process
     reads.
 
     Args:
-        reader: map-style data set that turns a request into a result. It reads from the MediaDataset ``reader.dataset``
-            and calls ``reader.on_read`` with each row before it reads the row.
+        reader: map-style data set from requests to results. It reads from the MediaDataset ``reader.dataset`` and calls
+            ``reader.on_read`` with each row before reading the row.
         requests: iterable of requests.
         patience: seconds that one file may take while the main process waits. After that, DataError names the file. 0
             means no limit.
         who: prefix of the warning that is logged after half of ``patience``, such as "rank 3: ".
-        on_hang: called from another thread with the error's text when a file hangs. Nothing else can end a hung read
-            with 0 workers.
+        on_hang: called from another thread with the error's text when a file hangs. With 0 workers, only this callback
+            can end a hung read.
     """
 
     def __init__(
@@ -93,16 +93,15 @@ class ReadAhead:
         self.num_workers = num_workers
         self.reading = _Reading(max(1, num_workers))
         reader.on_read = self.reading.begin
-        # Workers can be set to end with their parent only if its main thread starts them.
+        # Only workers that the main thread starts can be set to end with their parent.
         in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         with collection_paused(), warnings.catch_warnings():
-            # torch warns about more workers than cores when it constructs a loader, and in some versions again when
-            # the loader starts. But more workers than cores are useful if reads wait for a disk.
+            # torch warns about more workers than cores. But more workers are useful if reads wait for a disk.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
                 _Guarded(reader, self.reading) if num_workers else reader,
-                batch_size=None,  # a request is a whole batch
+                batch_size=None,  # a request is one batch
                 sampler=requests,
                 num_workers=num_workers,
                 prefetch_factor=AHEAD if num_workers else None,
@@ -111,18 +110,18 @@ class ReadAhead:
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
             self._results: Any = iter(loader)
-        # Restore the SIGCHLD handler. When a worker dies, torch's handler raises wherever the main process is, perhaps
-        # in the middle of a save or where Python swallows the error. Here the next ``__next__`` raises instead.
+        # Restore the SIGCHLD handler. torch's handler raises in any place of the main process when a worker dies,
+        # perhaps during a save. Here the next ``__next__`` raises.
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # End the workers at exit before multiprocessing's handler, which waits for them after a signal they ignore.
+        # At exit, end the workers before multiprocessing sends them a signal that they ignore, and waits.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
             self._results._get_data = lambda: cast(ReadAhead, me())._wait_for_result()
-        self._asked: float | None = None  # time at which the main process began to wait for a result
-        self._hung = ""  # error text, set when the workers are killed because a read timed out
+        self._asked: float | None = None  # time at which the main process began to wait
+        self._hung = ""  # error text, once a read timed out and the workers were killed
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=_watch, args=(me, self._closing, on_hang), name="reading", daemon=True)
         if patience:
@@ -138,7 +137,7 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result. Raises DataError if a worker died or hung, and the error that a worker returned."""
+        """Return the next result. Raises DataError if a worker died or hung, and any error from a worker."""
         if self._results is None:
             raise StopIteration
         if self._workers and wait([worker.sentinel for worker in self._workers], timeout=0):
@@ -166,13 +165,13 @@ class ReadAhead:
                 return result
 
     def _give_up(self, late: str) -> None:
-        """Kill the workers after the timeout that ``late`` describes. This also wakes a waiting main process."""
+        """Kill the workers after a timeout. A waiting main process then wakes up. late: describes the timeout."""
         self._hung = _no_data(late, self.patience)
         for worker in self._workers:
             worker.kill()
 
     def _late(self, seconds: float) -> str:
-        """Describe reads that have taken ``seconds`` or longer, and stuck workers; "" if there are none."""
+        """Describe stuck workers and reads that have taken ``seconds`` or longer; "" if there are none."""
         if not self._workers:
             row, took = self.reading.at(0)
             return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
@@ -193,8 +192,8 @@ class ReadAhead:
         return "; ".join(late)
 
     def _check_deaths(self, patience: float, cause: Exception | None = None) -> None:
-        """Raise DataError if a worker died or was killed after a timeout. Wait up to ``patience`` seconds for a worker
-        to exit, because a read can fail before the exit is visible."""
+        """Raise DataError if a worker died or was killed after a timeout. Wait up to ``patience`` seconds for an exit,
+        because a read may fail before its worker's exit is visible."""
         if self._hung:
             raise DataError(self._hung) from cause
         ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
@@ -222,14 +221,13 @@ class ReadAhead:
         if results is None or not self._workers:
             self.reading.end()
             return
-        # torch's shutdown runs in a thread because its waits have no timeout. Workers that do not respond to it are
-        # killed.
+        # Run torch's shutdown in a thread, because its waits have no timeout. Then kill workers that are still alive.
         orderly = threading.Thread(target=shut_down, args=(results,), name="loader end", daemon=True)
         orderly.start()
         orderly.join(timeout=1)
         self._end()
         orderly.join(timeout=1)
-        if orderly.is_alive():  # keep the batches alive, because that thread must not free them
+        if orderly.is_alive():  # keep the batches alive, because the thread must not free them
             not_ended.append(results)
 
 
@@ -239,7 +237,7 @@ def shut_down(results: Any) -> None:
 
 
 def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
-    """Warn about slow reads, and end the reading when one takes longer than ``patience``. Runs in a thread."""
+    """Warn about slow reads, and end the reading after ``patience`` seconds. Runs in a thread."""
     told = False
     while (ahead := reads()) is not None and not closing.is_set():
         patience, asked = ahead.patience, ahead._asked
@@ -269,9 +267,9 @@ def _no_data(late: str, patience: float) -> str:
 
 
 class _Reading:
-    """Records in shared memory which row each worker is reading, and since when.
+    """Records each worker's current row, and the time when reading began, in shared memory.
 
-    The times are those of time.monotonic(), a clock that all processes share."""
+    Times are from time.monotonic(), which all processes share."""
 
     def __init__(self, workers: int):
         self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)
@@ -287,7 +285,7 @@ class _Reading:
         self.begin(-1)
 
     def at(self, number: int) -> tuple[int | None, float]:
-        """Return the row that a worker is reading, or None, and the seconds since it began or ended a row."""
+        """Return (the row that a worker is reading, or None; the seconds since a row began or ended)."""
         row = self._rows[number]
         return None if row < 0 else row, time.monotonic() - self._since[number]
 
@@ -297,8 +295,8 @@ class _Reading:
 
 
 def _failure(error: Exception, where: str) -> Exception:
-    """Return the error that the main process will raise for an ``error`` in a worker process. Otherwise DataLoader
-    would raise an error whose text is the worker's traceback. where: " at FILE" or ""."""
+    """Convert a worker's ``error`` to the error that the main process raises. DataLoader alone would show the worker's
+    traceback. where: " at FILE" or ""."""
     text = " ".join((str(error) or type(error).__name__).split())
     if isinstance(error, DataError | OSError):
         return DataError(text)
@@ -348,27 +346,27 @@ class Batch:
     """The samples that one rank processes at once."""
 
     # (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format. For packs: a tuple of B tensors without
-    # the B axis, of different sizes, in descending order of tokens.
+    # the B axis, in descending order of tokens.
     x: Tensor | tuple[Tensor, ...]
     y: Tensor  # (B,) int64 classes
-    index: Tensor  # (B,) int64 positions in the global batch, which key all randomness of the samples
+    index: Tensor  # (B,) int64 positions in the global batch, the keys of all randomness
     step: int
-    micro: int  # index of the micro-batch in the step's gradient accumulation
+    micro: int  # number of the micro-batch in the step
     epoch: int
     segments_in_step: int = 0  # samples in the step, over all ranks and micro-batches
-    weights: Tensor | None = None  # (B,) float32 weights of the samples' losses; None means 1
-    skipped: tuple[str, ...] = ()  # "path: reason" for every unreadable file that was replaced
-    shortened: int = 0  # clips read at a smaller frame interval than requested
+    weights: Tensor | None = None  # (B,) float32 loss weights; None means 1
+    skipped: tuple[str, ...] = ()  # "path: reason" for every replaced unreadable file
+    shortened: int = 0  # clips with a smaller frame interval than requested
     bytes_read: int = 0  # bytes read from files and tars
     text: tuple[str, ...] | None = None  # B captions; None if the conditioning is by label
     embedding: Embedding | None = None  # cached embeddings of the captions
-    features: Tensor | None = None  # (B, N, width) float16 cached features of the pictures' tokens
+    features: Tensor | None = None  # (B, N, width) float16 cached features of pictures
     first: FirstFrames | None = None  # cached inputs from the clips' first frames
-    small: tuple[Small | None, ...] | None = None  # the enlargement that each sample still needs on the device
-    shared: Tensor | tuple[Tensor, ...] | None = None  # the original, in shared memory, of a pinned ``x``
+    small: tuple[Small | None, ...] | None = None  # sizes of samples that must be enlarged on the device
+    shared: Tensor | tuple[Tensor, ...] | None = None  # original of a pinned ``x``, in shared memory
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send ``y`` and ``index`` within the pickle as NumPy arrays. Each tensor would take another message."""
+        """Pickle ``y`` and ``index`` as NumPy arrays. As a tensor, each would take another message."""
         return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -415,8 +413,8 @@ class _BatchReader(Dataset[Any]):
     def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
-        # uint8 takes a quarter of the memory of float32. With float32, filling, stacking and sending the samples takes
-        # half of the time of a small clip.
+        # uint8 takes a quarter of float32's memory. With float32, filling, stacking and sending would take half of the
+        # time for a small clip.
         self.samples = SampleReader(dataset, as_bytes=True, enlarge=enlarge, augment=augment)
         self.has_text = self.samples.about.conditioning == "text"
         self.buffer = _RingBuffer()
@@ -425,8 +423,8 @@ class _BatchReader(Dataset[Any]):
         if request.packed:
             return self._packed(request)
         x, items = None, []
-        # Each sample is copied to the batch before the next is read, so that all clips reuse the same memory.
-        # Otherwise each clip would request new memory from the kernel, which costs 1 ms per clip.
+        # Copy each sample to the batch before reading the next, so that all clips reuse the same memory. New memory
+        # from the kernel costs 1 ms per clip.
         for i, item in enumerate(self.samples.items(request.sample_keys, self.on_read)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])
@@ -476,11 +474,10 @@ def _place(item: Item, target: Tensor) -> None:
 
 
 class _RingBuffer:
-    """Ring of buffers in shared memory in which a worker collates its batches.
+    """Ring of shared memory buffers in which a worker collates its batches.
 
-    New shared memory for every batch would cost more than the copy. For a clip of 16 x 256 x 256 it takes 2.3 of 7 ms.
-    The main process requests batch n + ``AHEAD`` only after it has received batch n, and copies batch n before it
-    requests more. So batch n + ``AHEAD`` + 1 may overwrite batch n."""
+    New shared memory for every batch would take longer than the copy: 2.3 of 7 ms for a clip of 16 x 256 x 256. A
+    buffer is reused after ``AHEAD`` + 1 batches. By then the main process has copied the old batch."""
 
     def __init__(self):
         self.storages: list[torch.UntypedStorage] = []
@@ -488,8 +485,8 @@ class _RingBuffer:
         self.own = OwnMemory()  # used with 0 workers
 
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``, which has as
-        many axes as ``shape``. Clips are channels-last, and permuting a clip takes longer than copying it."""
+        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``. ``like`` has as
+        many axes as ``shape``. Clips stay channels-last, because permuting takes longer than copying."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -500,7 +497,7 @@ class _RingBuffer:
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
         if place == len(self.storages) or self.storages[place].nbytes() < size:
-            # Fill a new buffer with zeros. Small samples leave gaps, and reading pages that were never written is slow.
+            # Fill a new buffer with zeros: small samples leave gaps, and reading pages that were never written is slow.
             storage = torch.UntypedStorage._new_shared(size, device="cpu")
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             self.storages[place : place + 1] = [storage]
@@ -508,12 +505,11 @@ class _RingBuffer:
 
 
 class OwnMemory:
-    """Pool of memory for batches. Without it, memory freed between two batches returns to the system, and allocating
-    new memory costs as much as copying a batch."""
+    """Pool of memory for batches. Freed memory would return to the system, and new memory costs as much as copying a
+    batch."""
 
     def __init__(self):
-        # Pairs (buffer, weak reference to the view that backs its latest storage). A buffer is free when its view no
-        # longer exists.
+        # (buffer, weak reference to the view behind its latest storage). A buffer is free when the view is gone.
         self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
@@ -528,7 +524,7 @@ class OwnMemory:
         return torch.from_numpy(view).untyped_storage()
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return a copy of ``x``, which must be dense."""
+        """Return a copy of ``x``. ``x`` must be dense."""
         out = x.new_empty(0).set_(self.storage(x.numel() * x.element_size()), 0, x.shape, x.stride())
         return out.copy_(x)
 
@@ -541,9 +537,8 @@ def _stack(parts: Sequence[Any]) -> Any:
 class BatchIterator:
     """Iterator over batches, and a context manager that ends the worker processes.
 
-    Attributes: read and skipped are the numbers of files tried so far and of unreadable ones among them, shortened and
-    bytes_read the sums of the batches' fields.
-    """
+    Attributes: read is the number of files tried so far, skipped the number of unreadable ones. shortened and
+    bytes_read are sums over the batches."""
 
     def __init__(
         self,
@@ -554,7 +549,7 @@ class BatchIterator:
     ):
         self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
         self._own_memory = OwnMemory()
-        # Keep the last batches in shared memory mapped, because mapping a batch again costs as much as copying it.
+        # Keep the last shared batches mapped, because mapping one again costs as much as copying it.
         self._mapped: deque[Tensor] = deque(maxlen=(AHEAD + 1) * max(1, batches.num_workers))
         self.verification = verification
         self.shortened = self.bytes_read = 0
@@ -569,11 +564,11 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch. Raises DataError if too many files are unreadable, a worker died or hangs, or the
-        verification found a damaged file."""
+        """Return the next batch. Raises DataError if too many files are unreadable, a worker died or hangs, or a file
+        is damaged."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # the first call starts a thread, which must not exist at the fork
+            self.verification.check()  # starts a thread at the first call, so not before the workers are forked
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read
@@ -625,19 +620,17 @@ def build_loader(
     who: str = "",
     on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
-    """Return an iterator over the batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (None:
+    """Return an iterator over one data-parallel rank's batches, from ``start_step`` to before ``end_step`` (None:
     endless).
 
-    In every step and micro-batch the rank reads entries (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of
-    the global batch; an entry is a sample, a pack, or with ``bucket_tokens`` several samples of one shape.
+    In each micro-batch the rank reads entries (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the global
+    batch. An entry is a sample, a pack, or with ``bucket_tokens`` several samples of one shape.
 
     Args:
         max_bad: largest tolerated fraction of unreadable files.
         on_skip: called once for every unreadable file, with "path: reason".
-        as_bytes: keep clips as uint8, a quarter of the bytes to pin and send. ``to_pixels`` converts a batch on the
-            device.
-        enlarge: if False, ``clips.enlarge`` must enlarge clips that are smaller than requested. Ignored without
-            ``as_bytes``.
+        as_bytes: keep clips as uint8 to save memory and time. ``to_pixels`` converts a batch on the device.
+        enlarge: if False, small clips stay small, and the caller must use ``clips.enlarge``. Needs ``as_bytes``.
         patience, who, on_hang: see ``ReadAhead``.
 
     Raises ValueError if the schedule doesn't fit the data set, the ranks or the batch size."""
@@ -671,7 +664,7 @@ def read_batches(
     on_skip: Callable[[str], None] | None = None,
     **how: Any,
 ) -> BatchIterator:
-    """Return an iterator over batches of the samples with these keys, without augmentation. Pixels stay uint8.
+    """Return an iterator over the samples with these keys, in batches, without augmentation. Pixels stay uint8.
 
     All samples of a batch must have one step and one shape. how: num_workers, patience, who, on_hang of ``ReadAhead``.
     """
@@ -691,12 +684,14 @@ def build_schedule(
     caption_tokens: int = 0,
     attention: float = float("inf"),
 ) -> BatchSchedule:
-    """Return the schedule of a data set: a ``PackSchedule`` with ``pack_tokens``, a ``BlendSchedule`` for weighted
-    sources, a ``BucketSchedule`` for several shapes or with ``bucket_tokens``, or else a ``BatchSchedule``.
+    """Return a data set's schedule.
+
+    This is a ``PackSchedule`` with ``pack_tokens``, a ``BlendSchedule`` for weighted sources, a ``BucketSchedule`` for
+    several shapes or with ``bucket_tokens``, or else a ``BatchSchedule``.
 
     Args:
-        bucket_tokens: maximum tokens of an entry, which holds samples of one shape. Needs a ``ShapedDataset``.
-        pack_tokens: maximum tokens of a pack, which holds samples of any shapes. Needs a ``ShapedDataset``.
+        bucket_tokens: maximum tokens of an entry with samples of one shape. Needs a ``ShapedDataset``.
+        pack_tokens: maximum tokens of a pack with samples of any shapes. Needs a ``ShapedDataset``.
         caption_tokens: tokens that each sample's caption adds to a pack.
         attention: see ``PackSchedule``.
 
