@@ -1,9 +1,9 @@
 """Exponential and power-function averages of the fp32 master weights. A power average's width is chosen after training.
 
-Power averages: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
-2312.02696, sec. 3 and appendix C. After t updates, it is the mean of the weights after each update i <= t, weighted by
-i^exponent. These factors are its profile. Its ``width`` (sigma_rel), the standard deviation over i divided by t, does
-not depend on t."""
+Power averages follow T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2),
+arXiv 2312.02696, sec. 3 and appendix C. In the mean, the weights after update i have the factor i^exponent. These
+factors are the average's profile. ``width`` (sigma_rel) is the profile's standard deviation divided by the number of
+updates."""
 
 import contextlib
 import json
@@ -23,25 +23,24 @@ from opendit.common.safe_files import make_folder
 from opendit.config.names import WHOLE
 from opendit.parallel.engines import Engine
 
-# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs use the rate WARMUP. Runs that
-# an earlier version began with --ema_warmup keep FIRST_WARMUP, so that the bound is (1 + n) / (10 + n). Rate 0: no
-# warm-up.
+# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs use the rate WARMUP.
+# FIRST_WARMUP is for runs that an earlier version began with --ema_warmup. Rate 0: no warm-up.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
 
 class EMA:
-    """Moving averages of the fp32 master weights ("masters"), held as this rank's shards. Updating them needs no
-    communication. Each average takes 4 bytes x parameters / ranks of memory per rank.
+    """Moving averages of the fp32 master weights ("masters"). Each rank holds shards of the averages, and updates them
+    without communication. An average takes 4 bytes x parameters / ranks of memory per rank.
 
     Args:
-        engine: the engine with the masters, of which the averages start as copies.
+        engine: the engine with the masters. The averages start as copies.
         decays: the decay of each average. The first average is the one to sample from.
         warmup: the rate of the warm-up, ``WARMUP`` in new runs; 0 for constant decays (see :meth:`decays_after`).
-        power: True if ``decays`` are the widths of power averages instead; see the module's docstring.
+        power: True if ``decays`` are widths of power averages; see the module's docstring.
 
     Attributes:
-        snapshots: with power averages, the steps of the checkpoints that this run has saved.
+        snapshots: with power averages, the steps of this run's saved checkpoints.
     """
 
     def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: float = 0, *, power: bool = False):
@@ -57,7 +56,7 @@ class EMA:
         # Number of updates, including those before a resume.
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
-        # for each average, the decay; with power averages, the exponent in :meth:`decays_after`
+        # each average's decay, or the exponent in :meth:`decays_after` for power averages
         self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)
         self._in_the_step = engine.attach_averages(self._averages, self.decays_after, self.updates)
 
@@ -68,12 +67,11 @@ class EMA:
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """Return the decays of the update after n updates, (K,) float64. updates: n, 0-dim int64, without skipped
-        steps.
+        """Return the decays of update number n + 1, (K,) float64. updates: n, 0-dim int64, without skipped steps.
 
         With a warm-up of rate r, the decay is min(decay, 1 - r / (n + 10)). With r = 10, the first update copies the
-        weights, and the average then spans about the last n / 10 updates, until 10 / (n + 10) is less than 1 - decay.
-        The decay of a power average is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123)."""
+        weights, and early averages span about the last n / 10 updates. The decay of a power average is
+        (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123)."""
         if self.power:
             return (1 - 1 / (updates.double() + 1)) ** self._numbers
         if not self.warmup:
@@ -82,9 +80,8 @@ class EMA:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Update average += (1 - decay) * (master - average), unless the step was skipped (``finite`` is False). Call
-        this after every step. With zero2 and fsdp, it does nothing, because the optimizer's step has already made this
-        update."""
+        """Update average += (1 - decay) * (master - average), except after a skipped step (``finite`` is False). Call
+        this after every step. With zero2 and fsdp, it does nothing: the optimizer's step updates the averages."""
         if self._in_the_step or not finite:
             return
         masters = list(self.engine.masters().values())
@@ -109,9 +106,8 @@ class EMA:
 
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
-        """Swap the engine's masters with one average inside the context, without a second copy of all weights. All
-        ranks must enter and leave together. On exit, the swap is undone, bit for bit. Don't train or save inside the
-        context."""
+        """Swap the engine's masters with one average, in place, inside the context. All ranks must enter and leave
+        together. On exit, the swap is undone exactly. Don't train or save inside the context."""
         self._exchange(which)
         try:
             yield
@@ -131,11 +127,11 @@ class EMA:
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
         """Replace the weights of ``model`` by one average, cast to the model's dtype, inside the context. All ranks
-        must call this together; ranks that only help to gather pass None.
+        must call this together. Ranks that only help to gather pass None.
 
-        On exit, the model gets its previous weights back, bit for bit, from host memory. The device needs memory for
-        one more full parameter. With tensor parallelism, ``model`` is this rank's part of the model. If every rank
-        holds all weights (``engine.whole``), ``model`` may be the training module."""
+        On exit, the model gets its previous weights back exactly, from host memory. The device needs memory for one
+        more full parameter. With tensor parallelism, ``model`` is this rank's part. ``model`` may be the training
+        module if every rank holds all weights (``engine.whole``)."""
         own: dict[str, Tensor] = {}
         try:
             for name, full in self.gather(which):
@@ -152,7 +148,7 @@ class EMA:
 
 @dataclass(frozen=True)
 class Profile:
-    """The profile of a power average: its width, and the number of updates so far."""
+    """A power average's profile: its width, and the number of updates so far."""
 
     updates: int
     width: float
@@ -174,15 +170,15 @@ def correlation(one: Profile, other: Profile) -> float:
 
 
 def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
-    """Return n float64 weights with which the sum of the n stored averages approximates the wanted one: the
-    least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to sum to 1."""
+    """Return n float64 factors, with sum 1. The sum of the n stored averages with these factors approximates the wanted
+    average: a least-squares fit of the profiles (EDM2, appendix C.3)."""
     matrix = np.array([[correlation(one, other) for other in stored] for one in stored])
     found = np.linalg.solve(matrix, np.array([correlation(one, wanted) for one in stored]))
     return found / found.sum()
 
 
 class _Sum(Mapping[str, Tensor]):
-    """A weighted sum of the mappings ``parts``, computed on access. Integer tensors come from the last part."""
+    """A weighted sum of several mappings, computed on access. Integer tensors come from the last one."""
 
     def __init__(self, parts: Sequence[Mapping[str, Tensor]], factors: Sequence[float]):
         self._parts, self._factors = parts, factors
@@ -215,12 +211,12 @@ def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
 
 
 def reconstruct(path: Path, width: float) -> Path:
-    """Reconstruct the power average with this width at a checkpoint, from all averages that the run has stored up to
-    it, and write it to the run's folder ``averages``, unless the checkpoint or ``averages`` already has it.
+    """Compute the power average with this width at a checkpoint, from all averages that the run had stored by then.
+    Write it to the run's folder ``averages``, unless a file exists already.
 
-    path: a run's or checkpoint's folder that ``find_weights`` accepts. Return the weights file, or the index of several
-    files. Raises ValueError if the checkpoint has no power averages or one is damaged, and OSError if no weights are
-    found or the file can't be written."""
+    path: a run's or checkpoint's folder. Return the weights file, or the index of several files. Raises ValueError if
+    the checkpoint has no power averages or one is damaged, and OSError if no weights are found or the file can't be
+    written."""
     stored = find_weights(path, AVERAGE_SET)
     folder, state = stored.parent, _state(stored)
     if (steps := state.get("snapshots")) is None:
@@ -238,7 +234,7 @@ def reconstruct(path: Path, width: float) -> Path:
     factors = coefficients([profile for profile, _ in found], Profile(state["updates"], width))
     read = [read_weights(file) for _, file in found]
     make_folder(run / AVERAGES, root=run)
-    # The last snapshot is that of the checkpoint itself and has its configuration.
+    # The last snapshot belongs to the checkpoint, and has the right configuration.
     total = _Sum([weights.state for weights in read], factors.tolist())
     metadata = {"format": "pt", METADATA_KEY: json.dumps(read[-1].info)}
     return write_weights(output, total, metadata)[0]

@@ -1,8 +1,8 @@
 """Read weights of other programs: public models in diffusers' layout, Meta's .pt files, and DiTPipeline folders.
 
-Files and folders are not trusted: all contents are checked, and code in a pickle is never run. A public model's family
-(opendit/models/families) defines how its configuration and the names of its weights are translated. Opening a public
-model reads only the headers of its weight files."""
+Files are not trusted: all contents are checked, and code in a pickle is never run. A public model's family
+(opendit/models/families) translates the configuration and the weights' names. Opening a public model reads only the
+headers of weight files."""
 
 import argparse
 import math
@@ -49,12 +49,12 @@ LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
 def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
-    """Read the state dict in a .pt file, and the number of classes or None if the file does not have it. For Meta's
-    training checkpoints, which hold ``model``, ``ema``, ``opt`` and ``args``, the state dict is ``ema``. Tensors are on
-    the CPU; those of the current format (a zip archive) stay in the file until they are used.
+    """Read a .pt file. Return its state dict, and the number of classes or None. In Meta's training checkpoints, the
+    state dict is ``ema``, beside ``model``, ``opt`` and ``args``. Tensors are on the CPU. In the zip format, they stay
+    in the file until they are used.
 
-    Raises ValueError, with one line that names the file, if the file is missing or damaged, would run code, unpacks to
-    more than its own size, or holds anything but floating-point tensors by name."""
+    Raises ValueError with one line and the path if the file is missing or damaged, would run code, unpacks to more than
+    its size, or holds anything but floating-point tensors by name."""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
     size = path.stat().st_size
@@ -90,7 +90,7 @@ def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
 
 
 def _check_archive(path: Path, size: int) -> None:
-    """Raise ValueError for an archive whose entries are compressed or overlap, which torch never writes."""
+    """Raise ValueError if the archive's entries are compressed or overlap. torch never writes such files."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -105,7 +105,7 @@ def _check_archive(path: Path, size: int) -> None:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Explain an error of torch.load, whose own message tells the user how to load the unsafe file regardless."""
+    """Explain an error of torch.load. torch's message would tell the user how to load the unsafe file anyway."""
     if call := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return (
             f"{path} is refused: it would run code when loaded ({call[1]}). Weights are tensors in plain containers; "
@@ -115,12 +115,12 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
-    """Infer the configuration of a class-conditional DiT with a known name from its weights' shapes, for square inputs.
-    The rows of the last layer show whether the model also predicts a variance.
+    """Infer a class-conditional DiT's configuration from its name and weight shapes, for square inputs.
 
-    The last row of the label table may be a class or the null class, as ``num_classes`` tells. Without ``num_classes``,
-    a table of 1000 rows is assumed to have no null class (ImageNet), any other table to have one (see
-    :func:`assumption`). Raises ValueError if ``name`` is a model for clips, or the weights belong to another model."""
+    The last layer's rows show whether the model predicts a variance. The label table's last row is a class or the null
+    class, according to ``num_classes``. Without ``num_classes``, a table of 1000 rows is assumed to have no null class
+    (ImageNet), any other table to have one (see :func:`assumption`). Raises ValueError if ``name`` is a model for
+    clips, or the weights belong to another model."""
     if is_video(name):
         raise ValueError(f"{path} says nothing of the frames that --model {name} takes; give a checkpoint of OpenDiT")
     dimensions = {"x_embedder.proj.weight": 4, "pos_embed": 3, LABELS: 2, "final_layer.linear.weight": 2}
@@ -163,8 +163,8 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
-    """Return a list with one message, if :func:`infer_config` has assumed what the label table's last row is. The list
-    is empty if the number of classes is known, or the table has 1001 rows, as in Meta's checkpoints."""
+    """Return a list with one message if :func:`infer_config` has guessed what the label table's last row is. A known
+    number of classes, or 1001 rows as in Meta's checkpoints, needs no guess."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if weights.config is not None or weights.num_classes is not None or rows == IMAGENET_CLASSES + 1:
         return []
@@ -216,8 +216,8 @@ def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[s
 
 
 def read_pipeline(folder: Path) -> Weights:
-    """Read the transformer of a DiTPipeline folder into CPU memory as OpenDiT weights. Raises ValueError or
-    FileNotFoundError if the folder holds no supported DiT, or its files are damaged or missing."""
+    """Read a DiTPipeline folder's transformer into CPU memory as OpenDiT weights. Raises ValueError or
+    FileNotFoundError if the DiT is not supported, or files are damaged or missing."""
     from opendit.checkpoint.schema import PIPELINE, TRANSFORMER  # imports pydantic, so only when a folder is read
     from opendit.common.json_models import read_file
 
@@ -264,21 +264,21 @@ SCHEDULER = "scheduler_config.json"
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """A public model's folder that agrees with the definition of its family."""
+    """A public model's folder that agrees with its family's definition."""
 
     family: Family
-    spec: Any  # the family's specification of the network, derived from the configuration
+    spec: Any  # the family's specification of the network
     config: dict[str, Any]  # the content of ``transformer``/config.json
-    transformer: Path  # the folder of the network
-    pipeline: Path | None  # the folder of the pipeline; None if only the folder of a single network is given
+    transformer: Path  # the network's folder
+    pipeline: Path | None  # the pipeline's folder; None for a single network's folder
     index: dict[str, Any] | None  # the content of model_index.json, or None
     root: Path  # the folder that must contain all files, see _root
     files: TensorSet  # the weights by their published names
-    pairs: tuple[Pair, ...]  # (OpenDiT's names, published names, dimension along which the weights are concatenated)
-    alone: bool = False  # True if the user named the folder of one of the pipeline's two networks
+    pairs: tuple[Pair, ...]  # (OpenDiT's names, published names, dimension of concatenation)
+    alone: bool = False  # True if the user named one network's folder in a pipeline with two
 
     def shapes(self) -> Shapes:
-        """Return the shapes of OpenDiT's parameters. Raises ValueError; the message names the configuration file."""
+        """Return the shapes of OpenDiT's parameters. Raises ValueError that names the configuration file."""
         try:
             return model_shapes(public_config(self.family.name, self.config))[0]
         except (ValueError, KeyError, TypeError, ArithmeticError) as error:
@@ -288,16 +288,14 @@ class PublishedFolder:
         self, shapes: Mapping[str, Sequence[int]] | None = None, weights: Mapping[str, Tensor] | None = None
     ) -> MatchedTensors:
         """Return the weights by OpenDiT's names. shapes: of all parameters, by default :meth:`shapes`. weights: by
-        their published names, instead of those in the files. Raises ValueError, with one line, if a weight does not
-        fit."""
+        published names, to use instead of the files. Raises ValueError if a weight does not fit."""
         shapes = self.shapes() if shapes is None else shapes
         source = self.files if weights is None else weights
         return MatchedTensors(source, self.pairs, shapes, self.files.path, constants=self.family.constants)
 
     def published(self, state: Mapping[str, Tensor], path: Path) -> MatchedTensors:
         """Convert OpenDiT's weights to the published names, shapes and dtypes, the inverse of :meth:`tensors`. path:
-        path of the weights, for messages. Raises ValueError, with one line, if a weight is missing, unexpected, or does
-        not fit."""
+        the weights' path, for messages. Raises ValueError if a weight is missing, unexpected, or does not fit."""
         back = [(theirs, ours, dim) for ours, theirs, dim in self.pairs]
         constants = {name: self.files[name] for name in self.family.constants}
         return MatchedTensors(state, back, self.files.shapes, path, self.files.dtypes, constants)
@@ -307,7 +305,7 @@ class PublishedFolder:
 
 
 def expert_of(folder: Path) -> str | None:
-    """Return "high" or "low" for the folder of a pipeline's network for high or low noise; None for other folders."""
+    """Return "high" or "low" if the folder is a pipeline's network for high or low noise; else None."""
     path = folder.parent / PIPELINE_INDEX
     if folder.name not in EXPERTS or not (folder / CONFIG).is_file() or not path.is_file():
         return None
@@ -319,8 +317,8 @@ def expert_of(folder: Path) -> str | None:
 
 
 def network_of(folder: str | Path, config: DiTConfig | None) -> Path:
-    """Return the folder of the network that ``config`` describes. This is ``folder`` itself, or in a pipeline with two
-    networks, the folder of the matching network."""
+    """Return the folder of the network that ``config`` describes: in a pipeline with two networks, one of their
+    folders, else ``folder``."""
     expert = config.expert if isinstance(config, PublicConfig) else None
     inside = Path(folder) / next((name for name, which in EXPERTS.items() if which == expert), ".")
     return inside if expert_of(inside) == expert else Path(folder)
@@ -339,9 +337,10 @@ def is_published(folder: str | Path) -> bool:
 
 
 def open_published(folder: str | Path, families: Mapping[str, Family] | None = None) -> PublishedFolder:
-    """Open a public model's folder, that of the pipeline or of its transformer. Only the headers of the weight files
-    are read. Raises FileNotFoundError if the folder or a file does not exist, and ValueError if a file is damaged, is a
-    link out of the folder, or belongs to another model. The message is one line that names the file."""
+    """Open a public model's folder: a pipeline or its transformer. Only the headers of weight files are read.
+
+    Raises FileNotFoundError if a file is missing. Raises ValueError with one line and the path if a file is damaged,
+    links out of the folder, or belongs to another model."""
     from opendit.checkpoint.schema import NETWORK  # imports pydantic, so only when a folder is read
     from opendit.common.json_models import read_file
 
@@ -383,8 +382,8 @@ def open_published(folder: str | Path, families: Mapping[str, Family] | None = N
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder that must contain all files of a model: ``folder``, or in the Hugging Face cache that of the
-    repository, because files are links to its ``blobs``."""
+    """Return the folder that must contain all files of a model. In the Hugging Face cache, this is the repository's
+    folder, because files are links to its ``blobs``. Elsewhere it is ``folder``."""
     snapshot = snapshot_of(folder)
     return folder.resolve() if snapshot is None else snapshot[0].parent.parent
 
@@ -434,8 +433,8 @@ def _open_files(transformer: Path, root: Path) -> TensorSet:
 
 
 def read_published(folder: str | Path) -> Weights:
-    """Return a public model's weights by OpenDiT's names, with its settings, such as the schedule, in ``info``. A
-    weight is read from its file on access. Raises the errors of :func:`open_published` and ``published_schedule``."""
+    """Return a public model's weights by OpenDiT's names, with settings such as the schedule in ``info``. A weight is
+    read from its file on access. Raises as :func:`open_published` and ``published_schedule``."""
     opened = open_published(folder)
     family, info = opened.family, {}
     root, variant = opened.pipeline, opened.family.variant(opened.index)

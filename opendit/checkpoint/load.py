@@ -1,4 +1,4 @@
-"""Find and verify the checkpoint that ``--load`` names, and load it. Every rank reads only the slices that it holds."""
+"""Find, verify and load the checkpoint that ``--load`` names. A rank reads only the slices that it holds."""
 
 import contextlib
 import os
@@ -41,18 +41,18 @@ Places = dict[str, tuple[TensorSet, str]]  # key -> (set that holds the tensor, 
 
 
 class Unloadable(DataError, ValueError):
-    """Raised if a checkpoint can't be loaded although its files match the manifest. The message tells the user why."""
+    """Error for a checkpoint that can't be loaded although its files match the manifest. The message says why."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are intact."""
+    """A checkpoint with intact files."""
 
-    folder: Path  # the checkpoint's folder, as a path without symbolic links
+    folder: Path  # the checkpoint's folder, without symbolic links
     state: dict[str, Any]  # the content of state.json
-    files: list[str]  # the verified files, which are those in the manifest
-    damaged: tuple[str, ...] = ()  # a message for each newer checkpoint of the run that was skipped because of damage
-    run: Path | None = None  # the run's folder, if the run may be written to (see ``run_of``)
+    files: list[str]  # all files in the manifest; they are verified
+    damaged: tuple[str, ...] = ()  # a message for each newer checkpoint that is damaged and was skipped
+    run: Path | None = None  # the run's folder, if it may be written to (see ``run_of``)
 
     @property
     def model(self) -> Path:
@@ -61,7 +61,7 @@ class Checkpoint:
 
     @property
     def averages(self) -> dict[float, str]:
-        """Decay, or width of a power average -> name of the average's file or index."""
+        """An average's decay or width -> name of its file or index."""
         return {decay: name for name, decay in self.state["ema"]["files"].items()}
 
     @property
@@ -74,10 +74,11 @@ class Checkpoint:
 
 
 def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
-    """Find and verify the checkpoint that ``--load`` names. All ranks must call this together. ``latest`` and a run's
-    folder mean the newest intact checkpoint of the run; a checkpoint's folder means this checkpoint only. Return None
-    for ``latest`` if no run has a checkpoint yet. Raises ValueError on every rank if there is no intact checkpoint of
-    this model."""
+    """Find and verify the checkpoint that ``--load`` names. All ranks must call this.
+
+    ``latest`` or a run's folder means the run's newest intact checkpoint. A checkpoint's folder means only this
+    checkpoint. Return None for ``latest`` if no run has a checkpoint yet. Raises ValueError on every rank if there is
+    no intact checkpoint of this model."""
     folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
     if problem:
         raise ValueError(problem)
@@ -107,8 +108,8 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
 
 
 def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
-    """Find the checkpoint folders that --load may mean. Return the folders in the order to try them, True if only the
-    first may be used, and an error message or None."""
+    """Find the checkpoint folders that --load may mean. Return (folders in the order to try, True if only the first may
+    be used, error message or None)."""
     looked_for = "a run folder, a step_* folder or latest"
     try:
         path = newest_run(outputs, model) if load == "latest" else Path(os.path.abspath(load))
@@ -133,8 +134,8 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
 
 
 def _verified(folder: Path, mesh: Mesh) -> tuple[list[str], dict[str, Any], str | None, bool]:
-    """Verify this rank's part of a checkpoint. Return the files, the state, an error message or None,
-    and True if earlier checkpoints of the run can't be loaded either."""
+    """Verify this rank's share of a checkpoint. Return (files, state, error message or None, True if the run's earlier
+    checkpoints can't be loaded either)."""
     try:
         files = verified_files(folder, mesh.rank, mesh.world_size)
         state = read_state(folder)
@@ -150,7 +151,7 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[list[str], dict[str, Any], str 
                 _check_listed(folder, tensors.index.files, files)
                 tensors.check_files(mesh.rank, mesh.world_size)
     except (ValueError, OSError) as error:
-        other = _another_version(folder)  # checked before the manifest, which may have another form in another version
+        other = _another_version(folder)  # reported first, because another version may have another manifest
         return [], {}, other or str(error), other is not None
     return files, state, None, False
 
@@ -172,10 +173,12 @@ def _another_version(folder: Path) -> str | None:
 
 
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
-    """Load a checkpoint into the engine and the averages. All ranks must call this together. Each rank reads only the
-    slices that it holds, whatever plugin and number of ranks wrote the checkpoint. An average whose decay is not in the
-    checkpoint starts from the checkpoint's first average. Raises, on every rank, Unloadable if the checkpoint lacks a
-    tensor, FloatingPointError if a tensor is not finite, and OSError if a file can't be read."""
+    """Load a checkpoint into the engine and the averages. All ranks must call this. Each rank reads only its slices,
+    for any plugin and number of ranks in the saved run. An average with a new decay starts from the checkpoint's first
+    average.
+
+    Raises on every rank: Unloadable if a tensor is missing, FloatingPointError if a tensor is not finite, OSError if a
+    file can't be read."""
     state = checkpoint.state
     with contextlib.ExitStack() as stack:
 
@@ -204,7 +207,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             except ValueError as error:
                 raise Unloadable(f"--load: {error}; load another checkpoint") from error
 
-        # ``together`` raises one rank's error on all ranks. Otherwise the other ranks would continue.
+        # ``together`` raises one rank's error on all ranks, so that no rank continues alone.
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
     ema.snapshots = list(state["ema"].get("snapshots", []))
@@ -239,8 +242,8 @@ def _load(
 
 
 def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
-    """Return prefix + name -> (set, name) for every tensor of ``files``, a list of (prefix, set of tensors). Raises
-    Unloadable if two sets have one key, or a key of ``shapes`` is missing or has another shape."""
+    """Return prefix + name -> (set, name) for every tensor in ``files``, a list of (prefix, set). Raises Unloadable if
+    a key occurs in two sets, or a key of ``shapes`` is missing or has another shape."""
     folder, found = checkpoint.folder, {}
     for prefix, file in files:
         for name in file:

@@ -1,8 +1,8 @@
 """Read LoRA's low-rank products B A from OpenDiT runs and other programs' files, rename them, and add them to weights.
 
-Programs divide the same weights into layers differently: q, k and v are one layer in OpenDiT and in the names of the
-model's authors, but three in diffusers. So a product records which rows and columns of the weight it changes, and
-renaming moves these rows and columns to another weight."""
+Programs divide the same weights into layers differently: q, k and v are one layer in OpenDiT and in the authors' names,
+but three in diffusers. So a product records its rows and columns in the weight. Renaming moves the rows and columns to
+another weight."""
 
 import json
 import re
@@ -43,7 +43,7 @@ ENDINGS = {
 OF_TEXT_ENCODERS = re.compile(r"(text_encoders?\d?|te\d?|lora_te\d?|text_encoder_\d|text_model)[._]")
 PEFT_FILE = "adapter_model.safetensors"
 ARCHITECTURE = "modelspec.architecture"
-CAPTION_LENGTH = "max_sequence_length"  # metadata key: tokens of captions in training, if not the pipeline's default
+CAPTION_LENGTH = "max_sequence_length"  # metadata key: caption tokens in training, if not the pipeline's default
 KINDS_NOT_READ = {
     "dora_scale": "DoRA",
     "magnitude_vector": "DoRA",
@@ -56,18 +56,18 @@ KINDS_NOT_READ = {
 
 @dataclass(frozen=True)
 class PlacedLowRank:
-    """The product ``scale`` B A, which is added to a rectangular part of a two-dimensional weight."""
+    """The product ``scale`` B A, to add to a rectangle in a two-dimensional weight."""
 
     a: Tensor  # (rank, columns)
     b: Tensor  # (rows, rank)
     scale: float
-    # row, column: first row and column of the part in the weight
+    # row, column: first row and column of the rectangle
     row: int = 0
     column: int = 0
 
     def within(self, dim: int, start: int, stop: int) -> "PlacedLowRank | None":
-        """Return the part of the product in a range of rows (dim 0) or columns (dim 1), relative to ``start``; None if
-        there is no overlap. A factor that is not cut stays the same object."""
+        """Return the product within a range of rows (dim 0) or columns (dim 1), relative to ``start``; None if there is
+        no overlap. A factor that is not cut stays the same object."""
         at, size = (self.row, len(self.b)) if dim == 0 else (self.column, self.a.shape[1])
         first, last = max(at, start), min(at + size, stop)
         if first >= last:
@@ -79,13 +79,12 @@ class PlacedLowRank:
         return replace(self, a=a, column=first - start)
 
 
-Products = dict[str, list[PlacedLowRank]]  # name of the weight -> products that are added to it
+Products = dict[str, list[PlacedLowRank]]  # weight's name -> products to add
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
-    """Convert products for the weights ``here`` (name -> shape) to products for another set ``there`` of the same
-    weights. pairs: (names in the first set, names in the other, dimension along which the concatenated weights are
-    equal)."""
+    """Convert products for the weights ``here`` (name -> shape) to products for ``there``, the same weights in another
+    layout. pairs: (names here, names there, dimension along which the concatenated weights are equal)."""
     found: Products = {}
     for ours, theirs, dim in pairs:
         starts = accumulate((here[name][dim] for name in ours), initial=0)
@@ -104,8 +103,8 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
-    """Return A (rank, columns) and B (rows, rank) whose product B A is the sum of ``products``, all for one weight of
-    this shape. Products with the same A at the same columns share rows of A. scaled: multiply B by the scales."""
+    """Return A (rank, columns) and B (rows, rank). B A is the sum of ``products`` for one weight of this shape.
+    Products with the same A at the same columns share rows of A. scaled: multiply B by the scales."""
     starts: dict[tuple[int, int], int] = {}
     rank = 0
     for product in products:
@@ -121,15 +120,15 @@ def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bo
 
 
 class Merged(Mapping[str, Tensor]):
-    """Base weights plus LoRA products, with the fully trained weights ``full`` in place of the base's, all by OpenDiT's
-    names. A weight is computed on access: its products are added in fp32, and the sum is cast to the base's dtype."""
+    """Base weights plus LoRA products, by OpenDiT's names. The fully trained weights ``full`` replace base weights. A
+    weight is computed on access: products are added in fp32, and the sum is cast to the base's dtype."""
 
     def __init__(self, base: Mapping[str, Tensor], products: Products, full: Mapping[str, Tensor]):
         self._base, self._products, self._full = base, products, full
 
     @property
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-        """Return name -> (dtype, shape) of every weight, without computing one; None if the base does not know them."""
+        """Return name -> (dtype, shape) of every weight, or None if the base does not know them."""
         return getattr(self._base, "kinds", None)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -156,8 +155,8 @@ class Merged(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
-        """Merge products and full weights into a model with the base's weights, one weight at a time on its device.
-        layout: for a model that holds parts of its weights, the layout of these parts."""
+        """Merge products and full weights into a model with base weights, one weight at a time on its device. layout:
+        for a model that holds parts of its weights."""
         for name, parameter in model.named_parameters():
             if name in self._products:
                 shape = tuple(parameter.shape) if layout is None else tuple(layout.shapes[name])
@@ -171,8 +170,8 @@ class Merged(Mapping[str, Tensor]):
 
 
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
-    """Return the products of a checkpoint of a run with --lora, times ``weight``, and the fully trained weights, both
-    by OpenDiT's names."""
+    """Return the products of a --lora run's checkpoint, times ``weight``, and the fully trained weights, by OpenDiT's
+    names."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     products = {
         f"{name.removesuffix(A)}.weight": [
@@ -185,8 +184,8 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
 
 
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:
-    """Map each layer in the authors' names to the published layers whose rows it concatenates. shapes: of published
-    weights."""
+    """Map the authors' layers to published layers. An authors' layer concatenates the rows of published layers. shapes:
+    of published weights."""
     found = {}
     for pattern, parts in family.original.items():
         for number in count():
@@ -199,7 +198,7 @@ def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]
 
 
 def with_halves_exchanged(products: Products, family: Family) -> Products:
-    """Swap the halves of the rows in the layers ``family.exchanged``, whose published order is the opposite."""
+    """Swap the halves of the rows in the layers ``family.exchanged``. Their published order is the opposite."""
     return {
         name: [replace(product, b=product.b.roll(len(product.b) // 2, 0)) for product in parts]
         if name.removesuffix(".weight") in family.exchanged
@@ -216,13 +215,14 @@ def of_file(
     weight: float = 1.0,
     notes: list[str] | None = None,
 ) -> Products:
-    """Return the products, times ``weight``, of a LoRA file for the public model ``opened``, by OpenDiT's names. The
-    file may use the names of diffusers, peft, ComfyUI or kohya's trainers. Without keys for alpha, alpha comes from the
-    metadata, from the configuration beside a file of peft, or is the rank. Keys of text encoders are ignored with a
-    message in ``notes``; with None, or without other keys, they are errors.
+    """Return the products of a LoRA file for the public model ``opened``, times ``weight``, by OpenDiT's names.
 
-    Raises ValueError, with one line, if a key belongs to no layer of the model, a matrix lacks its counterpart or has
-    the wrong shape, a layer occurs twice, or the file is not a LoRA file."""
+    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. Without keys for alpha, alpha comes from
+    the metadata or from peft's configuration file, or is the rank. Keys of text encoders are ignored with a message in
+    ``notes``. They are errors if ``notes`` is None or there are no other keys.
+
+    Raises ValueError if the file is no LoRA file, a key belongs to no layer, a matrix lacks its counterpart or has the
+    wrong shape, or a layer occurs twice."""
     published: Shapes = opened.files.shapes
     layers = {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in published}
     layers |= original_layers(opened.family, published)
@@ -289,8 +289,8 @@ def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: Publis
 
 
 def _scales(metadata: Mapping[str, str], path: Path) -> Callable[[str, int], float]:
-    """Return a function (layer, rank) -> scale, from the metadata that diffusers writes or the configuration beside a
-    file of peft; 1 without these. Raises OSError or ValueError for a damaged configuration."""
+    """Return a function (layer, rank) -> scale, from diffusers' metadata or peft's configuration file; 1 without these.
+    Raises OSError or ValueError for a damaged configuration."""
     beside = path.with_name("adapter_config.json")
     try:
         found: Any = json.loads(metadata.get("lora_adapter_metadata", "{}"))

@@ -1,8 +1,8 @@
-"""Concatenate or split the tensors of one set into the tensors of another (opendit.models.families.base.Match).
+"""Concatenate or split the tensors of a set into another set's tensors (opendit.models.families.base.Match).
 
-One class serves both directions: reading a public model's weights under OpenDiT's names, and writing OpenDiT's weights
-under the published names. A layout (opendit/parallel/layout.py) lists the ranges of consecutive elements that a shard
-has in the stored tensors, so a rank reads only the rows, or parts of rows, that it needs from mapped files."""
+One class serves both directions: public weights under OpenDiT's names, and OpenDiT's weights under published names. A
+layout (opendit/parallel/layout.py) lists a shard's ranges in the stored tensors. So a rank reads only what it needs
+from mapped files."""
 
 import math
 from collections import Counter
@@ -24,12 +24,12 @@ from opendit.parallel.engines import Values
 from opendit.parallel.layout import Layout, Runs, Shard, copy_overlap, overlap, runs_of
 
 Names = tuple[str, ...]
-Pair = tuple[Names, Names, int]  # (names in one set, names in the other, dimension of concatenation for both)
+Pair = tuple[Names, Names, int]  # (names in one set, names in the second set, dimension of concatenation in both)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A stored tensor, and the range [start, stop) that it fills in the joined tensor along the joined dimension."""
+    """A stored tensor and its range [start, stop) in the joined tensor, along the joined dimension."""
 
     name: str
     start: int
@@ -38,23 +38,23 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Place:
-    """The range that a tensor of :class:`MatchedTensors` fills in a joined tensor."""
+    """A tensor's range in a joined tensor."""
 
     joined: tuple[int, ...]  # shape of the joined tensor
-    dim: int | None  # dimension of concatenation; None if the tensor equals one stored tensor, perhaps in another shape
+    dim: int | None  # dimension of concatenation; None if the tensor is a single stored tensor, perhaps reshaped
     # start, stop: range of the tensor along ``dim``
     start: int
     stop: int
     sources: tuple[_Source, ...]  # the stored tensors that overlap with the range
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return the runs of consecutive elements that form a range of the joined tensor, or a shard of the range."""
+        """Return the runs of consecutive elements for a range of the joined tensor, or for a shard of this range."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 
 
 class Reading:
-    """A shard that has not been read yet, in the stored dtype, promoted if several stored tensors differ in dtype."""
+    """A shard that has not been read yet, in the stored dtype. Stored tensors of different dtypes are promoted."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
         self.shape, self.dtype = shape, dtype
@@ -65,7 +65,7 @@ class Reading:
         return math.prod(self.shape)
 
     def view(self) -> Tensor | None:
-        """Return a view of a stored tensor if the shard is one run of this tensor in the same dtype; else None."""
+        """Return a view of a stored tensor if it holds the shard as one run in the same dtype; else None."""
         if not self.numel or len(self._runs.start) != 1:
             return None
         for tensor, runs in self._stored:
@@ -88,15 +88,15 @@ class Reading:
 
 
 class MatchedTensors(TensorSet):
-    """A view of another set of tensors under other names and shapes. Each element occurs exactly once in either set.
+    """A view of stored tensors under other names and shapes. Each element occurs exactly once on both sides.
 
     Args:
-        source: the other set, mapped or in memory.
-        pairs: (names in this set, names in ``source``, dimension).
-        shapes, dtypes: those of this set's tensors; dtypes are by default those of the source.
-        constants: names of source tensors that this set does not use; or, as a mapping, tensors to add to this set.
+        source: the stored tensors, mapped or in memory.
+        pairs: (names in this view, names in ``source``, dimension of concatenation).
+        shapes, dtypes: of this view's tensors. The source's dtypes are the default.
+        constants: names of source tensors that this view omits; or, as a mapping, tensors that this view adds.
 
-    Raises ValueError, with one line, if a tensor is missing, is not matched by exactly one pair, or does not fit.
+    Raises ValueError if a tensor is missing, is not in exactly one pair, or does not fit.
     """
 
     def __init__(
@@ -155,20 +155,20 @@ class MatchedTensors(TensorSet):
         return self._source.file_of(name) if isinstance(self._source, TensorSet) else self.path
 
     def reading(self, name: str, shard: Shard | None = None) -> Reading:
-        """Return the :class:`Reading` of a tensor or of a shard. No data of a mapped file is read."""
+        """Return the :class:`Reading` of a tensor or shard. Mapped files are not read yet."""
         place = self._places[name]
         stored = [(self._stored(s.name), place.runs(s.start, s.stop)) for s in place.sources]
         shape = self.shapes[name] if shard is None else shard.shape
         return Reading(shape, TORCH_DTYPES[self.dtypes[name]], place.runs(place.start, place.stop, shard), stored)
 
     def _stored(self, name: str) -> Tensor:
-        """Return a flattened tensor of the source. The last one is cached, because several tensors often share it."""
+        """Return a flattened source tensor. The last one is cached, because several tensors often share it."""
         if self._last[0] != name:
             self._last = (name, (self._added if name in self._added else self._source)[name].reshape(-1))
         return self._last[1]
 
     def read(self, name: str, shard: Shard | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor, or a shard of it, in the stored dtype or in ``dtype``. It may be a view of the file."""
+        """Return a tensor or a shard, in the stored dtype or in ``dtype``. The result may be a view of the file."""
         reading = self.reading(name, shard)
         full = reading.view()
         if full is None:
@@ -207,8 +207,8 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if the shapes have equally many elements and the same first dimension, such as a convolution's weight
-    and its matrix, or differ only in dimensions of size 1."""
+    """Return True if tensors of these shapes can have the same elements in the same order: with equal first dimensions
+    (a convolution's weight and its matrix), or if only dimensions of size 1 differ."""
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]
@@ -229,12 +229,11 @@ BUFFER_BYTES, BUFFERS = 32 << 20, 4  # size and number of the page-locked buffer
 
 
 class DeviceReader:
-    """A ``Values`` callable that copies shards to a device's memory in their stored dtype, so that the device can cast
-    them. On the CPU, a result may be a view of the file. otherwise: called for parameters that ``tensors`` does not
-    have.
+    """A ``Values`` callable that copies shards to a device in the stored dtype. The device can then cast them. On the
+    CPU, a result may be a view of the file. otherwise: called for parameters that ``tensors`` lacks.
 
-    torch's CPU threads copy a piece of a shard from the mapped file into a page-locked buffer, which is copied to the
-    device while the next piece is read. A rank needs only BUFFERS * BUFFER_BYTES of host memory."""
+    CPU threads copy a shard from the mapped file into page-locked buffers. The device copies one buffer while the next
+    is filled. A rank needs only BUFFERS * BUFFER_BYTES of host memory."""
 
     def __init__(
         self,
@@ -258,7 +257,7 @@ class DeviceReader:
         return self.copied(name, shard)
 
     def copied(self, name: str, shard: Shard) -> Tensor:
-        """Read a shard through the buffers, piece by piece, and return it in new memory of the device."""
+        """Read a shard through the buffers, and return it in new device memory."""
         reading = self._tensors.reading(name, shard)
         values = torch.empty(reading.shape, dtype=reading.dtype, device=self._device)
         flat, most = values.view(-1), max(1, self._bytes // reading.dtype.itemsize)
@@ -273,7 +272,7 @@ class DeviceReader:
         return values
 
     def _next(self) -> tuple[int, Tensor]:
-        """Return the next buffer and its number, after waiting for the copy of its previous content to the device."""
+        """Return (number, buffer) of the next buffer. First wait until the device has copied the previous content."""
         gpu = self._device.type == "cuda"
         if not self._buffers:
             size = max(self._bytes, 16)
@@ -294,9 +293,8 @@ def fill(
     layout: Layout | None = None,
 ) -> None:
     """Set a model's parameters, or this rank's part of each, to the values of ``tensors``. A parameter on the meta
-    device gets memory on ``device`` in ``dtype``, by default the stored dtype. Others keep their memory and dtype.
-    layout: for a model that holds parts of its parameters. Raises ValueError, with the first difference, if names or
-    shapes differ."""
+    device gets memory on ``device`` in ``dtype``, by default the stored dtype. Other parameters keep memory and dtype.
+    layout: for a model that holds parts of its parameters. Raises ValueError if names or shapes differ."""
     parameters = {canonical_name(name): (name, tensor) for name, tensor in model.named_parameters()}
     if layout is None:
         check_matched(list(parameters), tensors.shapes, f"{tensors.path}: of the model's weights")
@@ -309,7 +307,7 @@ def fill(
         if not tensor.is_meta:
             tensor.copy_(values)
             continue
-        # On the CPU, always copy: ``values`` may be a view of the file, which another program could change.
+        # On the CPU, always copy: another program could change the file, and ``values`` may be a view of it.
         made = values.to(dtype or values.dtype, copy=values.device.type == "cpu")
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(made, tensor.requires_grad))

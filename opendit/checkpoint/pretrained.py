@@ -1,5 +1,5 @@
-"""Find, verify and read weights, and load them into models and shards of models: OpenDiT's safetensors files (with the
-configuration in the metadata), and the formats of other programs (opendit/checkpoint/foreign.py)."""
+"""Find, verify and read weights, and load them into models or shards: OpenDiT's safetensors files, with a configuration
+in the metadata, and the formats of other programs (opendit/checkpoint/foreign.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -36,17 +36,17 @@ METADATA_KEY = "opendit"
 WeightedLora = tuple[str | Path, float]  # a path, and the factor for its products
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
-ROUNDING = 1e-6  # largest accepted difference from a table in Meta's files, which other libraries computed in fp32
+ROUNDING = 1e-6  # largest accepted difference from tables in Meta's files; other libraries computed them in fp32
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
-    """Find the weights at a path: a file, a folder with weights, a checkpoint's folder, a run's folder (its newest
-    checkpoint is used), or a folder of a public model, of diffusers' DiTPipeline or of a LoRA by peft. Return a
-    .safetensors or .pt file, the index of several files, or model_index.json or config.json of a folder. For a
-    checkpoint without its weights file, return the missing file's path; :func:`read_weights` reports the loss.
+    """Find the weights at a path: a file, a folder with weights, a checkpoint, a run (its newest checkpoint), or a
+    folder of a public model, DiTPipeline or peft's LoRA.
 
-    Raises FileNotFoundError if the path has no weights, and ValueError if it is a link ``latest`` or ``best`` that does
-    not lead to a checkpoint in the same folder."""
+    Return a .safetensors or .pt file, an index of several files, or a folder's model_index.json or config.json. If a
+    checkpoint lacks its weights file, return the missing file's path; :func:`read_weights` reports the loss. Raises
+    FileNotFoundError if there are no weights, and ValueError if the path is a link ``latest`` or ``best`` to anything
+    but a checkpoint beside it."""
     path = named_checkpoint(Path(path))
     if path.is_file():
         return path
@@ -72,7 +72,7 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
 
 
 def folder_of(path: Path) -> Path | None:
-    """Return the folder of the public model whose configuration or pipeline index ``path`` is; None for other files."""
+    """Return the public model's folder if ``path`` is its configuration or pipeline index, else None."""
     if path.name not in (PIPELINE_INDEX, CONFIG):
         return None
     alone = path.parent.name != foreign.TRANSFORMER or foreign.expert_of(path.parent) is not None
@@ -81,7 +81,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Return an error message if ``folder`` is a link that doesn't lead to a checkpoint beside it, else None."""
+    """Return an error message if ``folder`` is a link to anything but a checkpoint beside it, else None."""
     try:
         named_checkpoint(folder)
     except ValueError as error:
@@ -90,26 +90,25 @@ def _elsewhere(folder: Path) -> str | None:
 
 
 def weights_in(folder: Path, which: str) -> Path:
-    """Return the file or index of the checkpoint's weights ``which``, such as "ema"; if neither exists, the path that
-    should exist: the index if the folder has shards, else the file."""
+    """Return the file or index of a checkpoint's weights ``which``, such as "ema". If neither exists, return the path
+    that is missing: the index if the folder has shards, else the file."""
     names = [which + suffix for suffix in (WHOLE, SHARDS, PARTS)]
     missing = SHARDS if any(folder.glob(f"{which}-shard-*")) else WHOLE
     return folder / next((name for name in names if (folder / name).is_file()), which + missing)
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
-    """Read the weights at a path that :func:`find_weights` accepts. For a run's folder with ``notes``, read the newest
-    intact checkpoint, and add a message to ``notes`` if a newer one is damaged. All ranks of ``mesh`` must call this;
-    they divide the verification. Raises FileNotFoundError or ValueError, on every rank, if no intact weights are found.
-    """
+    """Read the weights that :func:`find_weights` finds. For a run's folder with ``notes``, read the newest intact
+    checkpoint, and add a message to ``notes`` if a newer one is damaged. All ranks of ``mesh`` must call this; they
+    divide the verification. Raises FileNotFoundError or ValueError, on every rank, if no intact weights are found."""
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
 
 
 def use_newest(
     path: str | Path, which: str, notes: list[str] | None, group: ControlGroup, use: Callable[[Weights], T]
 ) -> T:
-    """Return ``use(weights)`` for the weights that :func:`read_newest` finds. ``use`` runs while a thread verifies the
-    weights. If a checkpoint is damaged, the result or error of ``use`` is discarded, and the next older one is used."""
+    """Return ``use(weights)`` for the weights that :func:`read_newest` finds. A thread verifies the weights during
+    ``use``. For a damaged checkpoint, the result or error of ``use`` is discarded, and the next older one is used."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
         return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
@@ -153,9 +152,9 @@ def read_config(path: Path) -> DiTConfig | None:
 
 
 def read_weights(path: Path) -> Weights:
-    """Read the weights of a file or an index, and verify them if they belong to a checkpoint. Tensors of safetensors
-    files stay in the file until they are used. Raises ValueError if the file is damaged, does not match the model of
-    its metadata, has no state dict, or has weights that are not finite."""
+    """Read the weights of a file or an index, and verify them if they belong to a checkpoint. Tensors stay in
+    safetensors files until they are used. Raises ValueError if a file is damaged or has no state dict, or weights are
+    not finite or do not match the model in the metadata."""
     return _use_intact(path, ControlGroup(ALONE), lambda weights: weights)
 
 
@@ -174,9 +173,8 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
 
 def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
-    """Return (None, ``use(weights)``), or (description of the weights' difference from their manifest, None). A thread
-    computes the checksums while ``use`` runs, because the SHA-256 of DiT-XL/2 takes as long as its transfer to a GPU.
-    """
+    """Return (None, ``use(weights)``), or (description of the damage, None). A thread computes the checksums during
+    ``use``, because the SHA-256 of DiT-XL/2 takes as long as its transfer to a GPU."""
     mesh = group.mesh
     checking = Background(lambda: _damaged_part(path, mesh.rank, mesh.world_size), name="checksums")
     made: Future[T] = Future()
@@ -190,8 +188,8 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damaged_part(path: Path, part: int, parts: int) -> str | None:
-    """Describe how part ``part`` of ``parts`` of the files at ``path`` differs from the folder's manifest; None if
-    nothing differs or there is no manifest."""
+    """Return how the files at ``path`` differ from the folder's manifest, or None. ``parts`` callers share the work;
+    this one does number ``part``."""
     if not tensor_set.is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
     if problem := tensor_set.damage(path.parent, part, parts, only=[path.name]):
@@ -208,7 +206,7 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
-    """Read weights, and check part ``part`` of ``parts`` of their tensors."""
+    """Read weights, and check share ``part`` of ``parts`` of their tensors."""
     if published := folder_of(path):
         return foreign.read_published(published)
     if path.name == PIPELINE_INDEX:
@@ -226,7 +224,7 @@ def _read_part(path: Path, part: int, parts: int) -> Weights:
 
 
 def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
-    """Return ``weights``. Raises ValueError if a tensor in part ``part`` of ``parts`` holds a NaN or an infinity."""
+    """Return ``weights``. Raises ValueError if a tensor in share ``part`` of ``parts`` holds a NaN or an infinity."""
     state = weights.state
     stored = isinstance(state, tensor_set.TensorSet)
     tensors = state.as_stored(part, parts) if stored else list(state.items())[part::parts]
@@ -260,8 +258,8 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 
 class FirstWeights:
-    """Initial values for any shard of any parameter when training starts from pretrained weights: from the file, from a
-    small tensor that the adaptation ``start`` computed, or from the random initialization ``initial``."""
+    """Initial values for parameter shards when training starts from pretrained weights. Values come from the file, from
+    small tensors that the adaptation ``start`` computed, or from the random initialization ``initial``."""
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
@@ -293,10 +291,9 @@ def load_state(
     dtype: torch.dtype = torch.float32,
     layout: Layout | None = None,
 ) -> None:
-    """Load weights into a model with exactly the same names and shapes. A parameter on the meta device gets memory on
-    ``device``, in ``dtype``. Buffers are fixed tables, for which the model keeps its computed values (see
-    ``DiTConfig.tables``). layout: for a model that holds parts of its parameters. Raises ValueError, naming the first
-    differences, if names or shapes differ."""
+    """Load weights into a model with the same names and shapes. A parameter on the meta device gets memory on
+    ``device``, in ``dtype``. Buffers keep the model's computed values (see ``DiTConfig.tables``). layout: for a model
+    that holds parts of its parameters. Raises ValueError with the first differences of names or shapes."""
     if isinstance(weights.state, MatchedTensors):
         return fill(model, weights.state, device, dtype, layout)
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
@@ -309,8 +306,8 @@ def load_state(
             if not tensor.is_meta:
                 tensor.copy_(stored)
                 continue
-            # Copy in the stored dtype; the device then casts the values. On the CPU, the parameter must be a copy,
-            # because another program could change the memory of the mapped file.
+            # Copy in the stored dtype; the device then casts the values. On the CPU, a copy is needed because another
+            # program could change the mapped file.
             there = stored.to(device)
             made = there.to(dtype, copy=there is stored)
             owner, _, attribute = name.rpartition(".")
@@ -329,17 +326,18 @@ def load_pretrained(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> tuple[DiT, Weights]:
-    """Build a model and load its weights, from an OpenDiT checkpoint, a public model's folder, or Meta's .pt file and
-    the model's ``name``. A checkpoint of a run with --lora is merged into the weights of its base.
+    """Build a model and load its weights from an OpenDiT checkpoint, a public model's folder, or Meta's .pt file with
+    the model's ``name``. A --lora run's checkpoint is merged into its base.
 
     Args:
         path: a path that :func:`find_weights` accepts.
         name: the model's name; needed if the file does not have it.
-        which: the set of weights of a checkpoint.
-        lora: checkpoints of runs with --lora to merge into the weights of ``path``, each with a factor. The first one
-            sets the classes, the size and the objective. For a public model, LoRA files of other programs also work.
+        which: a checkpoint's set of weights, such as "ema".
+        lora: (checkpoint of a --lora run, factor) to merge into the weights of ``path``. For a public model, other
+            programs' LoRA files also work. Classes, size and objective come from the first run, or from a run that
+            trained whole layers.
         num_classes: number of classes, for a file that does not have it (see :func:`infer_config`).
-        notes: list of messages for the user, from :func:`read_newest` and about tables in the files that are not used.
+        notes: list to which messages for the user are added.
         stage: returns the context manager for a named stage of the work.
         mesh: the ranks. With tensor parallelism, the model gets this rank's part of each layer.
 
@@ -390,7 +388,7 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """Reduce each layer to this rank's part, and return the parts' layout; None without tensor parallelism."""
+    """Reduce each layer to this rank's part, and return the layout; None without tensor parallelism."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)
@@ -420,8 +418,8 @@ def _with_lora(
     dtype: torch.dtype,
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
-    """Build the model of ``base`` and merge ``added``, LoRAs and their factors. Return the model, and the weights of
-    the first LoRA of a run, or ``base`` if all LoRAs are files of other programs."""
+    """Build the model of ``base`` and merge ``added``, (LoRA, factor) pairs. Return the model and the weights of the
+    first LoRA run, or of a run that trained whole layers; ``base`` if all LoRAs are files of other programs."""
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}
@@ -477,7 +475,7 @@ def _with_lora(
         merged.add_to(model, layout)
         return model.place(device, dtype), first
     model = empty_model(config)
-    initial = InitialValues(model, seed=0)  # for new parameters, which --lora has also trained
+    initial = InitialValues(model, seed=0)  # for new parameters; --lora trains them too
     start = adapt(model, base, found, first.info.get("class_names") or (), fresh=initial.whole)
     FirstWeights(start, base.state, initial).fill(model)
     merged.add_to(model)
