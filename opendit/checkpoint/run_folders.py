@@ -1,7 +1,7 @@
-"""Find, create and lock the folders of runs, OUTPUTS/NNN-MODEL, and find the checkpoints in these folders.
+"""Find, create and lock run folders, OUTPUTS/NNN-MODEL, and find their checkpoints.
 
-A run's folder ``checkpoints`` holds ``step_0000100`` and so on (opendit/checkpoint/tensor_set.py lists their files),
-and ``latest`` and ``best``, symbolic links to a checkpoint, or files with a checkpoint's name."""
+A run's folder ``checkpoints`` holds ``step_0000100`` and so on (for their files see opendit/checkpoint/tensor_set.py).
+``latest`` and ``best`` are symbolic links to a checkpoint, or files with a checkpoint's name."""
 
 import contextlib
 import errno
@@ -26,11 +26,11 @@ from opendit.common.safe_files import remove
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
-LOW = "low"  # in a run of --expert both, the folder of the low-noise network; it also has a folder ``checkpoints``
-AVERAGES = "averages"  # folder for reconstructed power averages, and power averages of deleted checkpoints
+LOW = "low"  # folder of the low-noise network in a run of --expert both; it also has a folder ``checkpoints``
+AVERAGES = "averages"  # folder for power averages: reconstructed ones, and those of deleted checkpoints
 ENDED = "ended.json"  # describes how the run ended; see opendit/training/interrupt.py
 _MOST_NAME = 255  # maximum size of the file ``latest``, in bytes
-# Names that a run and its loggers write in the run's folder, in addition to the lock.
+# Names that a run and its loggers write in the run's folder, besides the lock.
 WRITTEN = (
     "config.json",
     "config_damaged.json",
@@ -61,13 +61,13 @@ def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
 
 
 def new_run_folder(outputs: str | Path, model: str) -> Path:
-    """Create OUTPUTS/NNN-MODEL, where NNN is one more than the highest existing number, and unique among runs that
-    start at the same moment. Call on one rank. Raises OSError."""
+    """Create OUTPUTS/NNN-MODEL. NNN is one more than the highest number, and unique even if several runs start at once.
+    Call on one rank. Raises OSError."""
     outputs = Path(outputs)
     outputs.mkdir(parents=True, exist_ok=True)
     number = _next_number(outputs)
     while True:
-        # Only one process can create this folder, so no other run gets the number, even if it trains another model.
+        # Only one process can create this folder, so no run, of any model, gets the number twice.
         claim = outputs / f".{number:03d}"
         try:
             claim.mkdir()
@@ -113,16 +113,17 @@ def folder_name(step: int) -> str:
 
 
 def checkpoints_in(run: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, including damaged ones, in the order in which to try loading them: the
-    one that ``latest`` names (without ``latest``, that of the highest step), earlier ones, the newest first, and last
-    those of later steps, which exist if the run was resumed at an earlier step."""
+    """Return a run's checkpoint folders, also damaged ones, in the order in which to try them.
+
+    The checkpoint that ``latest`` names comes first, else the highest step. Earlier steps follow, the newest first.
+    Later steps come last. They exist if the run was resumed at an earlier step."""
     folder = run / CHECKPOINTS
     try:
         names = os.listdir(folder)
     except OSError:
         return []
     steps = [folder / name for name in names if re.fullmatch("step_[0-9]+", name)]
-    # If save.put_in_place is killed between its two renames, a checkpoint exists under this name only.
+    # If save.put_in_place is killed between two renames, a checkpoint has only this name.
     steps += [folder / name for name in names if re.fullmatch(r"\.step_[0-9]+\.replaced", name)]
     steps.sort(key=lambda path: (step_of(path), path.name.startswith("step")), reverse=True)
     latest = folder / LATEST
@@ -133,16 +134,16 @@ def checkpoints_in(run: Path) -> list[Path]:
     try:
         newest = step_of(named_checkpoint(latest))
     except ValueError:
-        return [latest, *steps]  # the attempt to load it reports the damage
+        return [latest, *steps]  # loading reports the damage
     if newest not in map(step_of, steps):
-        steps.insert(0, latest)  # ``latest`` names a missing folder; the attempt to load it reports this
+        steps.insert(0, latest)  # ``latest`` names a missing folder; loading reports this
     return sorted(steps, key=lambda path: path is not latest and step_of(path) > newest >= 0)
 
 
 def named_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that a run's ``latest`` or ``best`` names: a symbolic link, which is read but never
-    followed, or a file with a name. Return any other folder unchanged, also a ``latest`` or ``best`` that is a folder
-    or missing. Raises ValueError, with one line, if the name is not ``step_*``."""
+    """Return the checkpoint that a run's ``latest`` or ``best`` names. A link is read, but never followed. Return any
+    other folder unchanged, also if ``latest`` or ``best`` is a folder or missing. Raises ValueError if the name is not
+    ``step_*``."""
     path = Path(os.path.abspath(folder))
     if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
         return folder
@@ -161,15 +162,14 @@ def named_checkpoint(folder: Path) -> Path:
 
 
 def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
-    """Return the newest run folder, of this model if given, that has a checkpoint, or None. video: only models for
-    clips."""
+    """Return the newest run folder with a checkpoint, or None. model: only this model. video: only models for clips."""
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
     return next((run for run in runs if checkpoints_in(run)), None)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the checkpoint to resume from, which may be damaged, or None if the run has no checkpoint."""
+    """Return the checkpoint to resume from, perhaps a damaged one, or None if the run has no checkpoint."""
     for folder in checkpoints_in(run):
         with contextlib.suppress(ValueError):
             return named_checkpoint(folder).resolve()
@@ -177,8 +177,9 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def low_noise_of(path: str | Path) -> Path | None:
-    """Return the checkpoint of the low-noise network that was saved with that of the high-noise one; it may not exist.
-    None if the run does not train both networks (``--expert both``). path: a run, a checkpoint, or a file in it."""
+    """Return the low-noise network's checkpoint that was saved with a checkpoint of the high-noise network; it may be
+    missing. None unless the run trains both networks (``--expert both``). path: a run, a checkpoint, or a file in
+    it."""
     path = Path(path)
     path = path.parent if path.is_file() else path
     for run in (path, path.parent.parent):
@@ -189,9 +190,9 @@ def low_noise_of(path: str | Path) -> Path | None:
 
 
 def point_to(latest: Path, final: Path) -> None:
-    """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name where links are impossible.
-    If ``latest`` is a folder, as in a copy of a run without links, that folder is renamed. If neither can be created,
-    raises OSError and removes ``latest``, so that an outdated link is never used."""
+    """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name if links are impossible. If
+    ``latest`` is a folder (a run copied without links), rename it. Raises OSError if both fail; ``latest`` is then
+    removed, because an outdated link must not be used."""
     new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
         if latest.is_dir() and not latest.is_symlink():
@@ -214,8 +215,8 @@ def point_to(latest: Path, final: Path) -> None:
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder that must contain a checkpoint's files: the run's folder, or the checkpoint's folder if it
-    belongs to no run. If ``checkpoints`` is a link to another disk, return the link's target."""
+    """Return the folder that must contain a checkpoint's files. This is the run's folder, or the target of
+    ``checkpoints`` if that is a link to another disk. Without a run, it is the checkpoint's folder."""
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
         return folder
@@ -224,8 +225,8 @@ def root_of(folder: Path) -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return the folder of a checkpoint's run; None if the checkpoint belongs to no run, or ``checkpoints`` is a link,
-    whose target is only read."""
+    """Return a checkpoint's run folder. None if there is no run, or ``checkpoints`` is a link: its target is only
+    read."""
     folder = _in_run(folder)
     own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
     return folder.parent.parent.resolve() if own else None
@@ -243,9 +244,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-# seconds between two updates of the lock file's time stamp, which show other machines that the owner is alive
+# seconds between updates of the lock's time stamp; the updates show other machines that the owner is alive
 HEARTBEAT_S = 10.0
-PATIENCE_S = 45.0  # seconds without a new time stamp after which another machine's lock is taken over
+PATIENCE_S = 45.0  # seconds without an update after which another machine's lock is taken over
 EMPTY_S = 2.0  # maximum wait in seconds for an owner to write its name into a new lock
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
@@ -258,10 +259,10 @@ class Locked(ValueError):
 class FolderLock:
     """A lock on a folder until :meth:`release` or the end of this process. Usable as a context manager.
 
-    The file ``.lock`` in the folder names the owner. On the owner's machine, flock shows whether the owner is alive.
-    For other machines, and on file systems without flock, the owner touches the file regularly, and a lock that is no
-    longer touched is taken over. If no lock file can be written, nothing is locked. ``note`` is a message to the user
-    about a takeover or a missing lock, else None.
+    The file ``.lock`` names the owner. On the owner's machine, flock shows whether the owner is alive. For other
+    machines, and on file systems without flock, the owner touches the file regularly; without touches, the lock is
+    taken over. If no lock file can be written, nothing is locked. ``note`` tells the user about a takeover or a missing
+    lock; else it is None.
 
     flag, fix: for messages, the flag that named the folder, and advice. Raises Locked if another process holds the
     lock, and LinkRefused if the lock file is a symbolic link."""
@@ -343,9 +344,9 @@ class FolderLock:
         return True
 
     def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
-        """Return a message about an owner that has ended and left its lock. Raises Locked if the owner is alive."""
+        """Return a message if the owner has ended and left a lock. Raises Locked if the owner is alive."""
         if not owner:
-            return None  # the owner was killed before it wrote its name
+            return None  # a killed owner had not written a name yet
         who = _name(owner)
         if flocked and owner.get("boot") == boot():
             return f"{self.folder} was locked by {who}, which is gone: taken over"
@@ -370,9 +371,9 @@ class FolderLock:
 def lock_folder(
     folder: Path, mesh: "Mesh", flag: str, fix: str, written: Collection[str] = ()
 ) -> tuple[contextlib.AbstractContextManager[Any], list[str]]:
-    """Take a :class:`FolderLock`, held by rank 0, for all ranks of a job. Call on every rank. written: names that the
-    job will write in the folder, none of which may be a link. Return a context manager that releases the lock, and
-    messages for the user. Raises Locked or LinkRefused on every rank."""
+    """Take a :class:`FolderLock` on rank 0 for all ranks of a job. Call on every rank. written: names that the job will
+    write in the folder; none may be a link. Return a context manager that releases the lock, and messages for the user.
+    Raises Locked or LinkRefused on every rank."""
     lock, problem = None, None
     if mesh.is_main:
         try:
@@ -439,7 +440,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _leave_to_parent() -> None:
-    """Close the lock files in a forked child, such as a data loader's worker, so that it doesn't keep the locks."""
+    """Close the lock files in a forked child, such as a loader's worker, so that the child doesn't keep the locks."""
     for lock in list(_held):
         file, lock._file = lock._file, None
         if file is not None:

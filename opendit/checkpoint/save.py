@@ -1,8 +1,8 @@
-"""Save a run. Training waits only for the copy off the device; a background thread writes the files.
+"""Save a run. Training waits only for the copy to host memory; a background thread writes the files.
 
-With ``WholeTensorFiles`` one rank gathers and writes each file. The buffers of all ranks together hold (3 + averages) x
-4 bytes x parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles`` every rank writes its own shards, and
-ranks with equal shards divide them. A folder gets its final name when all of its files are on the disk."""
+With ``WholeTensorFiles``, one rank gathers and writes each file. All ranks' buffers hold (3 + averages) x 4 bytes x
+parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles``, every rank writes its shards; ranks with equal
+shards divide them. A checkpoint's folder gets its final name when all files are on the disk."""
 
 import contextlib
 import json
@@ -35,8 +35,8 @@ from opendit.parallel.supervisor import CLOSING
 
 logger = logging.getLogger(__name__)
 
-Files = dict[str, dict[str, Tensor]]  # files that one rank writes: file -> name of the tensor -> tensor in host memory
-THREADS = 4  # threads for host-to-host copies, because one thread does not use the full memory bandwidth
+Files = dict[str, dict[str, Tensor]]  # one rank's files: file -> tensor's name -> tensor in host memory
+THREADS = 4  # threads for copies within host memory; one thread does not use the full bandwidth
 OPTIMIZER = "optimizer"
 
 
@@ -77,14 +77,14 @@ class HostBuffer:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor into the buffer. Return the copy, which is complete after :meth:`wait`."""
+        """Start to copy a tensor into the buffer. Return the copy. It is complete after :meth:`wait`."""
         space = self._numbers[self._used : self._used + tensor.numel()].view(tensor.shape)
         self._used += tensor.numel()
         if tensor.device.type != "cpu" or self.device.type == "cpu":
             return space.copy_(tensor, non_blocking=True)
         self._threads = self._threads or ThreadPoolExecutor(THREADS, "save")
         self._copies.append(self._threads.submit(space.copy_, tensor))
-        while len(self._copies) > THREADS:  # limits the memory of temporary tensors that wait for their copy
+        while len(self._copies) > THREADS:  # limits the memory of tensors that wait to be copied
             self._copies.popleft().result()
         return space
 
@@ -106,9 +106,9 @@ class HostBuffer:
 
 
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
-    """Map each (set, parameter) to the rank that writes it, so that all ranks write about the same amount. sizes:
-    number of elements of each parameter. A whole set of weights is one file of one rank. The moments (set
-    ``OPTIMIZER``) are assigned parameter by parameter, the largest first, to the rank with the least to write."""
+    """Map each (set, parameter) to the rank that writes it, so that all ranks write about equal amounts. sizes: each
+    parameter's number of elements. A set of weights is one file of one rank. The moments (set ``OPTIMIZER``) are
+    assigned parameter by parameter, the largest first, to the rank with the least to write."""
     load, owner = [0] * ranks, {}
 
     def give(keys: list[tuple[str, str]], size: int) -> None:
@@ -124,8 +124,7 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
 
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
-    """Return the total bytes of the save buffers on the host whose ranks need the most. sizes: elements of each
-    parameter."""
+    """Return the bytes of the save buffers on the host with the most. sizes: each parameter's number of elements."""
     weight_sets = [str(number) for number in range(1 + averages)]
     found = [0] * -(-ranks // ranks_of_a_host)
     for (which, name), rank in share_out(sizes, weight_sets, ranks).items():
@@ -134,8 +133,8 @@ def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks
 
 
 class WholeTensorFiles:
-    """Copies and writes the files that one rank contributes to a checkpoint of whole tensors. version: that in
-    state.json. averages: the file of each average. Sampling uses the first average."""
+    """Copies and writes one rank's files for a checkpoint of whole tensors. version: the version in state.json.
+    averages: each average's file. Sampling uses the first average."""
 
     version = 2
 
@@ -150,7 +149,7 @@ class WholeTensorFiles:
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
-        """Copy to host memory the tensors that this rank will write. All ranks must call this together."""
+        """Copy the tensors that this rank writes to host memory. All ranks must call this."""
         files: Files = {}
         moments = f"{OPTIMIZER}_{self.mesh.rank:03d}{WHOLE}"
         self.buffer.clear()
@@ -171,7 +170,7 @@ class WholeTensorFiles:
         return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Return no manifest entries, because :meth:`write` has written all files. See :meth:`ShardFiles.finish`."""
+        """Return no manifest entries: :meth:`write` has written all files. See :meth:`ShardFiles.finish`."""
         return {}
 
 
@@ -179,20 +178,20 @@ class WholeTensorFiles:
 
 
 def written_part(layout: Layout, name: str) -> Shard:
-    """Return the part of a parameter that this rank writes: its shard, which ranks with equal shards divide evenly."""
+    """Return the part of a parameter that this rank writes. Ranks with equal shards divide their shard evenly."""
     holders = layout.replicas(name)
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
 
 def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge dictionaries, which must have equal values for the keys that several of them have."""
+    """Merge dictionaries. A key that several of them have must have equal values."""
     return {key: value for part in parts for key, value in part.items()}
 
 
 class ShardFiles:
-    """Copies and writes the files that one rank contributes to a sharded checkpoint. version: that in state.json.
-    averages: the index file of each average. channel: used only by the constructor, in which every rank learns what the
-    others write. Raises ValueError, on every rank, if not every element of each parameter is written exactly once."""
+    """Copies and writes one rank's files for a sharded checkpoint. version: the version in state.json. averages: each
+    average's index file. channel: with it, the ranks tell each other what they write. Raises ValueError, on every rank,
+    unless each element of each parameter is written exactly once."""
 
     version = 3
 
@@ -205,7 +204,7 @@ class ShardFiles:
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
         moments = {name: engine.moments_of(name) for name in engine.shapes}
-        # Gather these, because in a pipeline a rank knows only the parameters of its stages.
+        # Gather these, because in a pipeline a rank knows only the parameters in its stages.
         everywhere = channel.gather((shapes, moments, buffers))
         self._trained, self._moments, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []
@@ -222,7 +221,7 @@ class ShardFiles:
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
-        """Copy to host memory the tensors that this rank will write."""
+        """Copy the tensors that this rank writes to host memory."""
         files: Files = {}
         self.buffer.clear()
         for which, name, shard in state_tensors(self.engine, self.ema):
@@ -260,7 +259,7 @@ class ShardFiles:
         return tensor_set.shard_file(which, self.mesh.rank, self.mesh.world_size)
 
     def _index(self, which: str, step: int, metadata: dict[str, str]) -> tensor_set.ShardIndex:
-        """Return the index of a set, the same on every rank."""
+        """Return the index of a set, equal on every rank."""
         tensors = {}
         for name, (dtype, shape) in self._shapes.items():
             if which in (self._weights if name not in self._trained else [*self._weights, *self._moments[name]]):
@@ -283,8 +282,7 @@ def _replaced(final: Path) -> Path:
 
 def put_in_place(final: Path) -> OSError | None:
     """Rename a complete checkpoint to its final name, then point ``latest`` to it. A complete checkpoint exists at
-    every moment. Return the error if ``latest`` could not be changed, else None. Raises OSError if the checkpoint could
-    not be renamed."""
+    every moment. Return the error if ``latest`` can't be set, else None. Raises OSError if the renaming fails."""
     run = final.parent.parent
     if os.path.lexists(final):  # a checkpoint from before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
@@ -301,9 +299,9 @@ def put_in_place(final: Path) -> OSError | None:
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Remove the folders that a killed save or deletion left behind. A replaced checkpoint gets its final name again if
-    the save was killed before the new one had it. Return the new path of checkpoint ``in_use``. Call on one rank, while
-    no save is in progress."""
+    """Remove folders that a killed save or deletion left behind. If a save was killed before its checkpoint had the
+    final name, the replaced checkpoint gets this name back. Return the new path of checkpoint ``in_use``. Call on one
+    rank, while no save is in progress."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
@@ -322,9 +320,9 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
 def prune(
     checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
 ) -> None:
-    """Delete checkpoints no later than ``newest``, except the ``keep`` newest of these (0: all) and those in ``kept``.
-    Checkpoints of later steps, which exist if the run was resumed at an earlier step, remain. keep_averages: move the
-    averages of a deleted checkpoint to the run's folder ``averages``."""
+    """Delete checkpoints up to ``newest``, except the ``keep`` newest (0: all) and those in ``kept``. Later steps
+    remain; they exist if the run was resumed at an earlier step. keep_averages: move a deleted checkpoint's averages to
+    the run's folder ``averages``."""
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
         if old not in kept:
@@ -337,7 +335,7 @@ def prune(
 
 
 def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
-    """Move the averages of a checkpoint to the folder ``name`` in the run's folder of averages. Raises OSError."""
+    """Move a checkpoint's averages to the folder ``name`` in the run's ``averages``. Raises OSError."""
     for path in checkpoint.iterdir():
         if not path.name.startswith(tensor_set.AVERAGE_SET) and path.name not in (tensor_set.STATE, MANIFEST):
             remove(path, root=run)
@@ -347,13 +345,13 @@ def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
 
 class BestCheckpoint:
     """Points the link ``checkpoints/best`` to the checkpoint with the best value of one metric. Use on one rank only.
-    Only values that were measured in the same way on the same samples are compared.
+    Only values with one kind of measurement on one set of samples are compared.
 
     Args:
         name: a key of ``BEST``.
-        of: identifier of the data on which the metric is measured. In a checkpoint's state, it is
-            ``fingerprint["validation"]`` for the held-out loss, and ``evaluation["of"]`` for all other metrics.
-        last: the step that the run is resumed from. Checkpoints of later steps will be saved again, and are ignored.
+        of: identifier of the measurement. In a checkpoint's state, it is ``fingerprint["validation"]`` for the held-out
+            loss, and ``evaluation["of"]`` for other metrics.
+        last: the step at which the run resumes. Later checkpoints will be saved again, and are ignored.
     """
 
     def __init__(self, checkpoints: Path, name: str, of: str, last: int):
@@ -370,7 +368,7 @@ class BestCheckpoint:
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
         """Compare the checkpoint just saved with the best one, and set the link. Raises OSError if it can't be set."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        # set the link even if the best checkpoint is unchanged: before a resume, it may have named another one
+        # set the link even if the best checkpoint is unchanged, because a resumed run may find an outdated link
         if self.folder is not None:
             point_to(checkpoints / BEST_LINK, self.folder)
 
@@ -390,25 +388,25 @@ class BestCheckpoint:
 
 
 class Checkpoints:
-    """Saves checkpoints of one run, at most one at a time. All ranks must construct and call the object together.
+    """Saves a run's checkpoints, one at a time. All ranks must construct and call the object together.
 
-    On exit, this context manager waits for the write in progress and frees the host memory. After an error, it abandons
-    the write after ``CLOSING`` seconds, and the previous checkpoint stays the newest.
+    On exit, this context manager waits for the write in progress and frees the host memory. After an error, it waits
+    at most ``CLOSING`` seconds; the previous checkpoint then stays the newest.
 
     Args:
         info: the metadata of the weights files (model, config, class names, VAE, ...).
         keep: number of checkpoints to keep; 0 keeps all.
-        in_use: the checkpoint that this run was resumed from, which is never deleted.
-        sharded: True if every rank writes its own shards, False for whole tensors.
-        enabled: False for a run that saves nothing, so that no host memory is allocated.
-        write_failures: counter of failures to move ``latest`` and ``best``. Such failures do not harm checkpoints.
-        before: the ``Checkpoints`` of the run's other network, which this object also saves. A checkpoint is written
-            only after the other network's checkpoint of the same step is complete, and is deleted before that one.
+        in_use: the checkpoint that this run resumed from. It is never deleted.
+        sharded: True if every rank writes shards, False for whole tensors.
+        enabled: False for a run that saves nothing. No host memory is then allocated.
+        write_failures: counter of failures to set ``latest`` and ``best``. Such failures do not harm checkpoints.
+        before: the ``Checkpoints`` of the run's other network; this object saves that network too. At every step, the
+            other network's checkpoint is written first and deleted last.
 
     Attributes:
-        failures: a message for every save that failed, on every rank.
-        newest: the last complete checkpoint of this run, on every rank.
-        stall_s, write_s: seconds for which the last save stopped training, and seconds that writing its files took.
+        failures: a message for every failed save, on every rank.
+        newest: the run's last complete checkpoint, on every rank.
+        stall_s, write_s: seconds for which the last save stopped training, and seconds for writing the files.
     """
 
     def __init__(
@@ -467,8 +465,8 @@ class Checkpoints:
         return self._kind.buffer.bytes + (0 if self._before is None else self._before.host_bytes)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Wait for the previous save, copy the tensors of the run, and start to write the checkpoint. state:
-        ``state["step"]`` and all other values that the training loop needs to resume."""
+        """Wait for the previous save, copy the run's tensors, and start to write the checkpoint. state:
+        ``state["step"]``, and all other values that the training loop needs to resume."""
         started = time.perf_counter()
         self.wait()
         if self._before is not None:
@@ -488,8 +486,7 @@ class Checkpoints:
         if self.ema.power:
             self.ema.snapshots.append(state["step"])
             full["ema"]["snapshots"] = list(self.ema.snapshots)
-        # A daemon thread does not keep this process alive. That matters because a rank that dies leaves the threads of
-        # the other ranks waiting forever.
+        # A daemon thread does not keep this process alive. If a rank dies, all other ranks' threads wait forever.
         self._thread = threading.Thread(target=self._write, args=(files, full), name="checkpoint", daemon=True)
         self._thread.start()
         self.stall_s = time.perf_counter() - started
@@ -509,7 +506,7 @@ class Checkpoints:
         final = step_folder(self.folder, step)
         try:
             problem = self._write_together(final, files, state)
-        except Exception as error:  # the control group raises if a rank has died; the others can't continue
+        except Exception as error:  # the control group raises if a rank has died
             problem = f"the ranks lost each other ({error})"
         self.write_s = time.perf_counter() - started
         if problem is None:
@@ -544,7 +541,7 @@ class Checkpoints:
                     raise ValueError(f"{bad} in {name} is not finite")
             make_folder(folder, root=run)
             written = self._kind.write(folder, files, step, metadata)
-        except Exception as error:  # any error, because the other ranks must learn of it
+        except Exception as error:  # any error, because all ranks must know about it
             problem = f"rank {self.mesh.rank}: {error}"
         reports = self._channel.gather((written, problem))
         problem = next((text for _, text in reports if text), None)

@@ -1,8 +1,7 @@
-"""Check the contents of the files of runs and checkpoints before memory is allocated or a model is built.
+"""Check the contents of run and checkpoint files before memory is allocated or a model is built.
 
-The pydantic models for a network's or an objective's settings are derived from their dataclasses. Keys that no version
-of this program has written are refused. Importing this module is slow, so other modules import it where they read a
-file."""
+The pydantic models for settings of networks and objectives are derived from dataclasses. Keys that no version of
+OpenDiT has written are refused. Importing this module is slow, so import it only where a file is read."""
 
 import dataclasses
 import functools
@@ -38,8 +37,8 @@ from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.models.zoo import CLASSES, config_from_dict
 
-# Bounds of a configuration's fields, far above every existing model. The real size of a model is compared with its
-# weights in opendit.checkpoint.pretrained.
+# Bounds of configuration fields, far above every existing model. A model's real size is compared with its weights in
+# opendit.checkpoint.tensor_set.
 BOUNDS = {
     "input_size": Interval(ge=1, le=1 << 16),
     "patch_size": Interval(ge=1, le=64),
@@ -72,7 +71,7 @@ BY_TYPE: dict[type[Any], Any] = {
     float: Annotated[float, Interval(ge=-1e9, le=1e9)],
     str: Annotated[str, MaxLen(256)],
 }
-# maxima in an index: cuts of a shard, ranges of a cut, dimensions of a tensor
+# maxima in an index: cuts per shard, ranges per cut, dimensions per tensor
 MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8
 TOKENS = 1 << 22  # maximum number of tokens of a sample: four times the longest sample in published training
 
@@ -81,7 +80,7 @@ TOKENS = 1 << 22  # maximum number of tokens of a sample: four times the longest
 
 @functools.cache
 def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
-    """Create the pydantic model of the JSON form of dataclass ``kind``, with an optional string field ``tag``."""
+    """Create a pydantic model for the JSON form of dataclass ``kind``. tag: name of an optional string field."""
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {} if tag is None else {tag: (Word, "")}
     for field in dataclasses.fields(kind):
@@ -106,7 +105,7 @@ def _typed(hint: Any, bounds: Interval | None) -> Any:
 
 
 def _tagged(kinds: dict[str, type[JsonObject]], tag: str, default: str | None) -> Any:
-    """Return the union of the models ``kinds``. The string under the key ``tag`` of a JSON object selects the model."""
+    """Return the union of the models ``kinds``. A JSON object's string under the key ``tag`` selects the model."""
 
     def named(value: Any) -> str | None:
         found = value.get(tag, default) if isinstance(value, dict) else None
@@ -223,8 +222,8 @@ class Scaler(JsonObject):
 
 
 class Averages(JsonObject):
-    """The averages of a checkpoint. ``files`` maps each file to its decay, or its width for a power average. With power
-    averages, ``snapshots`` lists the steps of the checkpoints that the run has saved, including this one."""
+    """A checkpoint's averages. ``files`` maps each file to a decay, or to the width of a power average. With power
+    averages, ``snapshots`` lists the steps of all checkpoints that the run has saved, including this one."""
 
     files: Annotated[dict[FileName, Annotated[float, Interval(ge=0, le=1)]], FailFast(), MaxLen(1000)]
     updates: Count
@@ -263,7 +262,7 @@ class StateFile(JsonObject):
     optimizer_steps: Count
     scaler: Scaler
     ema: Averages
-    # Settings of the run, which a resumed run compares with its own settings.
+    # Settings of the run, to be compared with the settings of a resumed run.
     world_size: int = Field(1, ge=1, le=1 << 20)
     plugin: Word = ""
     precision: Word = ""
@@ -281,7 +280,7 @@ class StateFile(JsonObject):
 
 
 class RunConfig(OpenJsonObject):
-    """The part of a run's config.json that opendit.training.fingerprint reads: the run's starts and resumes."""
+    """What opendit.training.fingerprint reads of a run's config.json: the run's starts and resumes."""
 
     starts: Annotated[list[Any], MaxLen(100_000)] = []
 
@@ -309,7 +308,7 @@ SideLength = Annotated[int, Interval(ge=1, le=1 << 40)]
 
 
 class IndexedTensor(JsonObject):
-    """A tensor in an index of shards. ``shards`` maps each file to the cuts of the tensor that the file holds."""
+    """A tensor in an index of shards. ``shards`` maps each file to cuts of the tensor."""
 
     dtype: str = Field(pattern=rf"^({'|'.join(ITEM_BYTES)})\z")
     shape: Annotated[list[SideLength], MaxLen(MOST_DIMENSIONS), AfterValidator(_check_shape)]
@@ -346,8 +345,7 @@ MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
 
 
 class NetworkConfig(PretrainedConfig):
-    """The content of transformer/config.json of any family. Numbers out of bounds are rejected before a
-    family uses them."""
+    """The content of transformer/config.json of any family. Numbers out of bounds are rejected before use."""
 
     class_name: Word = Field(alias="_class_name")
 
@@ -407,8 +405,8 @@ def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
 
 
 def checked_config(values: dict[str, Any], source: Path | str) -> DiTConfig:
-    """Return the configuration described by ``values``, which have passed the pydantic checks. Raises ValueError,
-    naming the source, if the model can't be built or has too many tokens."""
+    """Build the configuration from ``values``, after pydantic's checks. Raises ValueError with the source if the model
+    can't be built or has too many tokens."""
     try:
         config = config_from_dict(values)
         if config.hidden_size % config.num_heads:

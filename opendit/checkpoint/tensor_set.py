@@ -2,18 +2,18 @@
 
     step_0000100/
       model.safetensors        fp32 master weights and buffers, the configuration in the metadata
-      ema.safetensors          the same for the moving average; ema_DECAY.safetensors for further averages
+      ema.safetensors          the moving average in this form; ema_DECAY.safetensors for further averages
       optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME of the parameters that rank RRR wrote
       state.json, manifest.json  counters and settings of the run; size and SHA-256 of every other file
 
 In a sharded checkpoint each set SET (model, ema, ema_DECAY, exp_avg, exp_avg_sq) has the files
 
-      SET-shard-RRRRR-of-NNNNN.safetensors  the shards that rank RRRRR of NNNNN wrote, under their tensors' names
-      SET.shards.json          the index: for each tensor the canonical shape and dtype, and the cuts of each shard
+      SET-shard-RRRRR-of-NNNNN.safetensors  shards by tensor name, written by rank RRRRR of NNNNN
+      SET.shards.json          the index: each tensor's canonical shape, dtype and cuts
 
-A cut [dim, start, stop, start, stop, ...] selects these ranges along dim; null means the flattened tensor. Each cut
-applies to the result of the previous one (opendit/parallel/layout.py). Names and shapes do not depend on the plugin or
-the number of ranks. Files are memory-mapped, so only requested tensors are read.
+A cut [dim, start, stop, start, stop, ...] selects ranges along dim; null means the flattened tensor. Each cut applies
+to the previous cut's result (opendit/parallel/layout.py). Names and shapes do not depend on the plugin or the number of
+ranks. Files are memory-mapped, so only requested tensors are read.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ from opendit.models.zoo import Shapes, model_shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
 INDEX_VERSION = 1
-MOST_BYTES = 50 * 10**9  # maximum size of a weights file, as in transformers' save_pretrained since version 5
+MOST_BYTES = 50 * 10**9  # maximum bytes of a weights file, as in transformers' save_pretrained since version 5
 SHARD_OF = "shard_of"  # key in the metadata of a file of shards
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -66,8 +66,8 @@ def shard_file(tensors: str, rank: int, ranks: int) -> str:
 
 
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
-    """Return the metadata of a file of shards, with which an index must agree: the set, the step, and each tensor's
-    canonical shape and cuts. held: name -> (canonical shape, shard)."""
+    """Return a shard file's metadata: the set, the step, and each tensor's canonical shape and cuts. They must agree
+    with the index. held: name -> (canonical shape, shard)."""
     said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
     return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
 
@@ -87,9 +87,9 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """An index of shards, with the step of the run and metadata like those of a safetensors file."""
+    """An index of shards, with the run's step and safetensors metadata."""
 
-    tensors_are: str  # the set that these tensors form: model, ema, exp_avg, ...
+    tensors_are: str  # the set's name: model, ema, exp_avg, ...
     step: int
     tensors: dict[str, ShardedTensor]
     metadata: dict[str, str] = field(default_factory=dict)
@@ -114,8 +114,8 @@ class ShardIndex:
         return total
 
     def check_cover(self) -> None:
-        """Raise ValueError unless the shards hold every element of every tensor exactly once. The time grows with the
-        number of elements that the index states, so compare ``bytes_in`` with the sizes of the files first."""
+        """Raise ValueError unless the shards hold every element exactly once. The time grows with the number of
+        elements in the index, so compare ``bytes_in`` with the file sizes first."""
         for name, tensor in self.tensors.items():
             if not hold_each_once(tensor.numel, (runs_of(tensor.shape, s.slices) for s in tensor.shards.values())):
                 raise ValueError(f"the shards of {name[:100]!r} do not hold each of its elements once")
@@ -133,12 +133,12 @@ def index_text(index: ShardIndex) -> str:
 
 
 def _cuts(shard: Shard) -> list[list[int | None]]:
-    # int(), because Gemini's edges are numpy integers, which json can't serialize.
+    # int(), because json can't serialize Gemini's numpy integers.
     return [[dim, *(int(edge) for edges in ranges for edge in edges)] for dim, ranges in shard.slices]
 
 
 def index_from(value: dict[str, Any]) -> ShardIndex:
-    """Convert the content of an index file that has passed opendit.checkpoint.schema. Raises ValueError if it is
+    """Convert an index file's content, after the checks of opendit.checkpoint.schema. Raises ValueError if the index is
     inconsistent."""
     tensors = {}
     for name, entry in value["tensors"].items():
@@ -151,7 +151,7 @@ def index_from(value: dict[str, Any]) -> ShardIndex:
 
 
 def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
-    """Return the shard that cuts, each [dim or None, start, stop, ...], select in a tensor of this shape."""
+    """Return the shard that ``cuts`` select in a tensor of this shape. A cut is [dim or None, start, stop, ...]."""
     slices = []
     for dim, *edges in cuts:
         if dim is not None and dim >= len(shape):
@@ -170,7 +170,7 @@ def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
 
 
 class TensorSet(Mapping[str, Tensor]):
-    """A mapping from names to tensors that reads a tensor on access. Create one with :func:`open_set`. shapes: name ->
+    """A mapping from names to tensors. A tensor is read on access. Create one with :func:`open_set`. shapes: name ->
     canonical shape. dtypes: name -> dtype, as safetensors spells it."""
 
     def __init__(self, path: Path):
@@ -190,12 +190,13 @@ class TensorSet(Mapping[str, Tensor]):
         return self.path
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor or shard) for part ``part`` of ``parts`` of all stored ones, without copies."""
+        """Yield (name, tensor or shard) without copies, for share ``part`` of ``parts`` of all that is stored."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 
     def check_files(self, part: int = 0, parts: int = 1) -> None:
-        """Raise ValueError if the header of a file of shards in part ``part`` of ``parts`` contradicts the index."""
+        """Check the headers of shard files, share ``part`` of ``parts``. Raises ValueError if one contradicts the
+        index."""
 
     def close(self) -> None:
         self._files.clear()
@@ -306,7 +307,7 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Compare the bounds of two sets of runs. Return False if the sets share no element, True if they may share one."""
+    """Return False if the bounds show that two sets of runs share no element, True if they may share one."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
@@ -317,14 +318,14 @@ def is_set(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[str]:
-    """Return the files that an index ``path`` lists; [] for a single file. Raises the errors of :func:`open_set`."""
+    """Return the files that an index ``path`` lists; [] for a single file. Raises as :func:`open_set`."""
     if path.name.endswith(SHARDS):
         return read_index(path).files
     return sorted(set(_places(path).values()))
 
 
 def _places(path: Path) -> dict[str, str]:
-    """Return tensor -> file from an index of whole tensors; {} for a single file."""
+    """Return tensor -> file from an index of several files; {} for a single file."""
     if not path.name.endswith(PARTS):
         return {}
     from opendit.common.json_models import read_file
@@ -337,9 +338,8 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def open_set(path: Path, root: Path | None = None) -> TensorSet:
-    """Open the tensors of a safetensors file or of an index. Files outside of ``root``, by default the folder or
-    its run, are never read. Raises ValueError, with one line, if a file is damaged, missing or contradicts the index,
-    and OSError."""
+    """Open a safetensors file or an index. Files outside of ``root``, by default the run's or path's folder, are never
+    read. Raises OSError, or ValueError if a file is damaged, missing or contradicts the index."""
     if path.name.endswith(SHARDS):
         return ShardedTensors(path, read_index(path))
     place = _places(path)
@@ -349,8 +349,8 @@ def open_set(path: Path, root: Path | None = None) -> TensorSet:
 
 
 def read_index(path: Path) -> ShardIndex:
-    """Read an index, and check that its files exist, are large enough, and hold every element once. The listed files
-    are not opened. Raises ValueError, with one line that names the file at fault, and OSError."""
+    """Read an index. Check that the listed files exist, are large enough, and hold every element once, without opening
+    them. Raises OSError, or ValueError that names the file at fault."""
     from opendit.checkpoint.schema import INDEX_FILE  # imports pydantic, so only when an index is read
     from opendit.common.json_models import read_file
 
@@ -409,10 +409,11 @@ def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
 def write_weights(
     output: Path, state: Mapping[str, Tensor], metadata: dict[str, str], most_bytes: int = MOST_BYTES
 ) -> list[Path]:
-    """Write weights as one .safetensors file or, if they have more than ``most_bytes``, as several with an index, as
-    transformers and diffusers do: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json. Tensors
-    are read one at a time, and each file has the metadata. Existing files of the same name in the other form are
-    removed. Return the written files, first the single file or the index. Raises OSError."""
+    """Write weights as one .safetensors file. Above ``most_bytes``, write several files with an index, as transformers
+    and diffusers do: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json.
+
+    Tensors are read one at a time. Each file has the metadata. STEM's files in the other form are removed. Return the
+    written files, first the single file or the index. Raises OSError."""
     kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
     stem = output.name.removesuffix(WHOLE)
@@ -442,8 +443,8 @@ def parts_of(output: Path) -> list[Path]:
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
-    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A larger tensor forms a group alone.
-    huggingface_hub groups tensors in the same way, but needs all tensors in memory."""
+    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A larger tensor is a group alone.
+    huggingface_hub makes equal groups, but needs all tensors in memory."""
     groups, group, size = [], [], 0
     for name, kind in kinds.items():
         if nbytes(*kind) > most_bytes:
@@ -458,7 +459,7 @@ def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
 
 
 def kinds_of(state: Mapping[str, Tensor]) -> Kinds:
-    """Return name -> (dtype, shape) of every tensor. Tensors of a file are not read for this."""
+    """Return name -> (dtype, shape) of every tensor. Tensors in a file are not read."""
     known: Kinds | None = getattr(state, "kinds", None)
     return (
         known
@@ -475,7 +476,7 @@ def _remove(paths: list[Path]) -> None:
 
 STATE = "state.json"
 MODEL_SET, AVERAGE_SET = "model", "ema"
-VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> suffix of the file or index of a set of tensors
+VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> suffix of a set's file or index
 
 
 def average_sets(decays: tuple[float, ...]) -> list[str]:
@@ -498,7 +499,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def write_manifest(folder: Path, version: int, files: dict[str, dict[str, Any]], *, root: Path | None = None) -> None:
-    """Write manifest.json: the size and checksum of every file, and a checksum of that list itself."""
+    """Write manifest.json: every file's size and checksum, and a checksum of this list."""
     content = {"version": version, "files": files, "sha256": _sha256_of(files)}
     write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]), root=root)
 
@@ -509,7 +510,7 @@ def _sha256_of(files: dict[str, dict[str, Any]]) -> str:
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """Return name -> {"bytes", "sha256"} for every file of a checkpoint. Files that are not listed are never read.
-    Raises ValueError if the manifest itself is missing or damaged."""
+    Raises ValueError if the manifest is missing or damaged."""
     from opendit.checkpoint.schema import MANIFEST_FILE  # imports pydantic, so only when a checkpoint is read
     from opendit.common.json_models import read_file
 
@@ -553,8 +554,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def file_size(path: Path, root: Path) -> int:
-    """Return the bytes of a regular file inside ``root``. Raises ValueError, naming the file, if it is missing, a link
-    out of ``root``, or a FIFO or device, whose opening could block the program."""
+    """Return the bytes of a regular file inside ``root``. Raises ValueError with the path if the file is missing, links
+    out of ``root``, or is a FIFO or device: opening one could block."""
     try:
         real = path.resolve(strict=True)
         found = os.stat(real)
@@ -580,9 +581,9 @@ def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | 
 
 
 def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
-    """Compare a checkpoint's files with its manifest, and return their names. part, parts: compute only the checksums
-    of part ``part`` of ``parts`` of the files; all sizes are compared. only: the names of the files; all by default.
-    Raises ValueError, describing the first file that is wrong."""
+    """Compare a checkpoint's files with the manifest, and return their names. Compare all sizes, and the checksums in
+    share ``part`` of ``parts``. only: names of the files; all by default. Raises ValueError for the first wrong file.
+    """
     named_checkpoint(folder)
     root, named = root_of(folder), str(folder)
     if folder.is_symlink():
