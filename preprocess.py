@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             check(command, options, given)
         except ValueError as error:
             return refuse(error) if should_print(error) else 2
-        from opendit.data.base import DataError  # imports torch, which --help doesn't need
+        from opendit.data.base import DataError  # imports torch; --help doesn't need it
 
         try:
             run(command, options)

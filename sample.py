@@ -1,5 +1,4 @@
-"""Draws pictures or clips from a checkpoint, as a labelled sheet, single PNGs or MP4s and, with --npz, an .npz for FID
-tools.
+"""Draws pictures or clips from a checkpoint: a labelled sheet, single PNGs or MP4s, and with --npz an .npz for FID.
 
     python sample.py --ckpt outputs/000-DiT-XL-2 --class_labels 207 360 --cfg_scale 4
     python sample.py --model DiT-XL/2 --image_size 256 --ckpt ./model.pt            (Meta's weights)
@@ -7,7 +6,7 @@ tools.
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --num_samples 50000 --npz fid.npz
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --sequence_parallel_size 4 --cfg_parallel
 
-Several processes divide the samples, or draw each sample together. A sample's noise depends only on --seed and the
+Several processes divide the samples, or share the work of each sample. A sample's noise depends only on --seed and the
 sample's index.
 """
 

@@ -44,8 +44,8 @@ def train(run: Run) -> None:
         run.begin(step)
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
-            # Run the passes of EagerPasses (below). The runner that build() chose launches them kernel by kernel,
-            # replays them from CUDA graphs, or runs the stages of a pipeline (opendit/training/runners.py).
+            # The runner that build() chose runs EagerPasses (below) kernel by kernel, from CUDA graphs, or in pipeline
+            # stages (opendit/training/runners.py).
             loss = run.runner.passes(micro_batches(run))
             run.interrupt.ask()  # before weights change, ask all ranks for signals and unreadable data
         run.result = result = run.engine.step()
@@ -79,12 +79,12 @@ def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
 class Inputs:
     """Converts a batch of the loader to a micro-batch: latents, noise, times and conditions.
 
-    All random numbers for a sample are keyed by (seed, step, index in the global batch). So any number of ranks, and a
-    resumed run, draw the same numbers.
+    All random numbers for a sample are keyed by (seed, step, index in the global batch). So they depend neither on the
+    number of ranks nor on resuming.
 
     Args:
-        packing: settings of packs of samples of different sizes; None without ``--pack_tokens``.
-        tokens_of: function that maps a latent size to the number of tokens, for objectives whose times depend on it.
+        packing: how samples of different sizes are packed; None without ``--pack_tokens``.
+        tokens_of: maps a latent size to the number of tokens, for objectives with times that depend on this number.
         in_place: True if the conditioning frames replace frames of x_t, without noise.
         beside: True for an image-to-video model, which always takes the first frame as conditioning.
         teacher: vision encoder of ``--repa``, or the reader of its cached features; None without ``--repa``.
@@ -202,8 +202,8 @@ def start(flags: TrainConfig) -> Path | None:
     Raises:
         SystemExit: code 1 if a file could not be written; other codes come from ``Supervisor`` and ``dry_run``.
     """
-    # Imported here, so that a wrong flag is reported without waiting for torch. Imported objects are never garbage, so
-    # collecting it would only take time.
+    # Imported here, so that a wrong flag is reported without waiting for torch. Imported objects are no garbage, so
+    # collection would only take time.
     with collection_paused():
         from opendit.parallel.mesh import init_mesh
         from opendit.parallel.supervisor import Supervisor
@@ -237,7 +237,7 @@ def start(flags: TrainConfig) -> Path | None:
 
 
 def main(argv: list[str]) -> int:
-    """Train with the given flags, or with --dry_run print what the training would need. Return the exit code."""
+    """Train, or with --dry_run print what the training would need. Return the exit code."""
     prepare_console()
     if (folder := start(read_flags(TrainConfig, argv))) is None:
         return 0

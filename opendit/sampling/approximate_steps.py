@@ -1,8 +1,8 @@
-"""Approximate sampling steps: skip part of the network's work, and reuse the results of earlier steps.
+"""Approximate sampling steps: skip some of the network's work and reuse earlier steps' results.
 
-``opendit.config.sample`` describes the methods and names their papers, [T] and [F]; docs/sampling.md lists their
-errors. Tensors that are stored between steps stay at fixed addresses, because recorded CUDA graphs read these
-addresses. Each evaluation of a step (Heun's method has two) has separate tensors."""
+``opendit.config.sample`` describes the methods and names their papers, [T] and [F]. docs/sampling.md lists their
+errors. Tensors that are stored between steps stay at fixed addresses, because recorded CUDA graphs read them. Heun's
+method evaluates the network twice in a step; each evaluation has separate tensors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,24 +23,24 @@ from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations
 
-LOW, HIGH = 1e-2, 1e2  # bounds to which noise levels are clamped before steps are chosen by them
+LOW, HIGH = 1e-2, 1e2  # noise levels are clamped to these bounds before steps are chosen
 ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
 class Mode(NamedTuple):
-    """The parts of the network that a step evaluates. Steps with different modes are recorded as different CUDA graphs.
+    """What a step evaluates. Every mode is recorded as a separate CUDA graph.
 
-    null: evaluate the unconditional half of guidance, if the step is guided. blocks: ALL; FIRST, the first block only,
-    after which the same step continues with REST or REUSED (reuse the earlier results of the other blocks); or a number
-    n >= 1, which extrapolates from the last n evaluations instead of running blocks."""
+    null: evaluate the unconditional half of guidance, if the step is guided. blocks: FIRST runs only the first block,
+    and the step then continues with REST or REUSED. REUSED reuses earlier results for the remaining blocks. A number n
+    >= 1 runs no blocks and extrapolates from the last n evaluations."""
 
     null: bool = True
     blocks: int | str = ALL
 
 
 class Step(NamedTuple):
-    """The plan of one step. slot: index in ``TaylorStack.kept`` at which the step stores its evaluation of the blocks.
-    weights: weight of every slot, in a step that extrapolates; otherwise empty."""
+    """The plan of one step. slot: index in ``TaylorStack.kept`` at which the step stores its evaluation. weights: the
+    slots' weights if the step extrapolates, otherwise empty."""
 
     mode: Mode
     slot: int = 0
@@ -50,15 +50,15 @@ class Step(NamedTuple):
 def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: Sequence[float]) -> list[Step]:
     """Decide for every step what it evaluates.
 
-    starts: for each step, True if it can't reuse earlier results, because it is the first step or calls another model
-    than the step before it. levels: the noise level at which each step begins."""
+    starts: for each step, True if earlier results can't be reused, because it is the first step or the model changes.
+    levels: the noise level at which each step begins."""
     first = [i for i, start in enumerate(starts) if start]
     runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
     return [step for run in runs for step in _plan_run(approximations, run, levels)]
 
 
 def _plan_run(approximations: Approximations, run: range, levels: Sequence[float]) -> list[Step]:
-    """Plan a run of consecutive steps, which may reuse each other's results."""
+    """Plan consecutive steps that may reuse each other's results."""
     if isinstance(approximations.cache, TaylorCache):
         return _plan_taylor(approximations.cache, run, [levels[i] for i in run])
     if isinstance(approximations.cache, FirstBlockCache):
@@ -83,12 +83,12 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 
 
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
-    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up, with the first and the last
-    step.
+    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up. They include the first step and,
+    if there is more than one, the last.
 
-    The chosen steps are spaced about evenly in the sum of two coordinates, each scaled to 0..1: the step's index, and
-    the logarithm of its noise level. The index alone would give few evaluations at the end of a shifted flow, whose
-    last steps are long. The logarithm alone would give other samplers few evaluations at high noise levels."""
+    The steps are spaced evenly in the sum of two coordinates, each scaled to 0..1: the step's index, and the logarithm
+    of its noise level. The index alone would choose too few steps at the end of a shifted flow, where steps are long.
+    The logarithm alone would choose too few steps at other samplers' high noise levels."""
     last, count = len(levels) - 1, -(-len(levels) // every)
     logs = [math.log(min(max(level, LOW), HIGH)) for level in levels]
     fall = (logs[0] - logs[last]) or 1.0
@@ -103,8 +103,8 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
 
 
 def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
-    """Return the weights of polynomial (Lagrange) extrapolation from the positions ``known`` to the position ``at``. It
-    is exact for polynomials whose degree is lower than the number of positions."""
+    """Return the weights of polynomial (Lagrange) extrapolation from the positions ``known`` to the position ``at``.
+    Polynomials of a degree below ``len(known)`` are extrapolated exactly."""
     return [math.prod((at - other) / (own - other) for other in known if other != own) for own in known]
 
 
@@ -116,8 +116,8 @@ def make_stack(approximations: Approximations, plan: Sequence[Step], device: tor
 
 
 def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
-    """Parse a value of ``--guidance_by``. Return the route that weakens the second half of a guided batch; None for
-    "null", with which that half uses all tokens. Raises ValueError for a value that is invalid or unsupported."""
+    """Parse a value of ``--guidance_by``. Return the route that weakens the second half of a guided batch, or None for
+    "null". Raises ValueError if the value is invalid or the model does not support it."""
     asked, fused = f"--guidance_by {by}", config.sprint
     if by == "null":
         return None
@@ -136,10 +136,10 @@ def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
 
 
 class WeakHalf(NamedTuple):
-    """Settings for evaluating the second half of a guided batch (``--guidance_by``).
+    """How to evaluate the second half of a guided batch (``--guidance_by``).
 
-    route: the affected blocks. Mask tokens replace the output of a fused route. The blocks of other routes process only
-    the tokens in ``kept``: for every step, their (1, n) int64 indices. samples: B; a guided batch has 2 B rows."""
+    route: the affected blocks. Mask tokens replace the output of a fused route. In any other route, only the tokens
+    ``kept`` are processed: for every step, (1, n) int64 indices. samples: B; a guided batch has 2 B rows."""
 
     route: TokenRoute
     samples: int
@@ -162,8 +162,8 @@ class BlockStack:
         self._evaluation = 0
 
     def use_routes(self, fusion: Fusion | None, route: tuple[int, int] | None, weak: WeakHalf | None) -> None:
-        """Set the model's fused route (first, last) and the module that fuses its result, and the settings of the
-        second half of guided batches. Each is None if it is not used."""
+        """Set the model's fused route (first, last), the module that fuses its result, and the settings for the second
+        half of guided batches. Each is None if unused."""
         self.fusion, self.weak = fusion, weak
         self.route = route or ((0, 0) if weak is None else (weak.route.first, weak.route.last))
         self.weak_tokens = weak.kept[0].clone() if weak is not None and weak.kept else None
@@ -189,7 +189,7 @@ class BlockStack:
         *,
         checkpointed: bool = False,
     ) -> Tensor:
-        """Return the output of ``blocks``, see ``run_blocks``. Skipped blocks' modulations and contexts stay unread."""
+        """Return the output of ``blocks``, see ``run_blocks``. Skipped blocks read no modulations and contexts."""
         number, self._evaluation = self._evaluation, self._evaluation + 1
         return self.run(number, _Blocks(self, blocks, modulations, context, grid), x)
 
@@ -221,7 +221,7 @@ class _Blocks:
         """Run the next ``count`` blocks on x and return the result; None runs all remaining blocks."""
         which = self._next(count)
         number, (first, last), fusion = which.stop - which.start, self._stack.route, self._stack.fusion
-        # Gather the modulation of the final layer together with the last blocks' modulations, in one kernel.
+        # One kernel gathers the modulations of the last blocks and of the final layer.
         self._modulations.gather(number + (self._done == len(self._blocks)))
         self._stack.evaluated += number * len(x)
         weak = self._stack.weak if self._stack.weak and len(x) == 2 * self._stack.weak.samples else None
@@ -241,7 +241,7 @@ class _Blocks:
     def _in_halves(
         self, blocks: Sequence[Block], x: Tensor, context: Context | list[Context] | None, samples: int
     ) -> Tensor:
-        """Run the blocks of a route on a guided batch x (2 B, N, D), its second half as :class:`WeakHalf` describes."""
+        """Run a route's blocks on a guided batch x (2 B, N, D). :class:`WeakHalf` describes the second half."""
         modulations = [next(self._modulations) for _ in blocks]
 
         def run(x: Tensor, rows: slice, grid: TokenGrid | None) -> Tensor:
@@ -265,7 +265,7 @@ class _Blocks:
 
 
 def _rows_of(context: Context | list[Context] | None, rows: slice) -> Any:
-    """Select rows of one context, or of the contexts of several blocks; None for None."""
+    """Select rows of one context, or of several blocks' contexts; None for None."""
     if context is None:
         return None
     if isinstance(context, list):
@@ -274,18 +274,18 @@ def _rows_of(context: Context | list[Context] | None, rows: slice) -> Any:
 
 
 class TaylorStack(BlockStack):
-    """Block stack that extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in steps that don't
-    evaluate the blocks.
+    """Block stack that runs the blocks only in some steps. Other steps extrapolate F = x_L - x_0, the sum of all
+    blocks' changes to the residual stream.
 
-    TaylorSeer [T] extrapolates the output of every attention and MLP by a Taylor series whose derivatives are finite
-    differences (eq. 4). This class uses Newton's series of the same differences, which is exact for polynomials up to
-    degree ``order`` instead of degree 1. It was more accurate on the digits data set from order 2 on.
+    TaylorSeer [T] extrapolates the output of every attention and MLP by a Taylor series, with finite differences as
+    derivatives (eq. 4). This class uses Newton's series, which is exact for polynomials up to degree ``order`` instead
+    of degree 1.
 
-    Both series weight the last evaluations by numbers that depend on the steps' indices only. So extrapolating F, the
-    sum over all L blocks, equals extrapolating every block up to rounding, and needs 1 / L of the memory. F includes
-    the gates, which [T] applies after extrapolating. Order 0 reuses the last F. A sample does not depend on its batch.
+    Both series weight the last evaluations by numbers that depend only on the steps' indices. So extrapolating F equals
+    extrapolating every block, up to rounding, and needs 1 / L of the memory for L blocks. F includes the gates; [T]
+    applies them after extrapolating. Order 0 reuses the last F. A sample does not depend on its batch.
 
-    ``kept``: (index of the evaluation in its step, batch rows) -> F of the last steps, (slots, rows, N, D)."""
+    ``kept`` maps (index of the evaluation in its step, batch rows) to the last steps' F, (slots, rows, N, D)."""
 
     def __init__(self, cache: TaylorCache, plan: Sequence[Step], device: torch.device):
         super().__init__()
@@ -316,8 +316,8 @@ class TaylorStack(BlockStack):
 
 
 def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-    """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider. kept: (n, *x.shape). weights:
-    float64, at least n."""
+    """Return x + sum_i weights[i] kept[i] in x's dtype, computed in float32 or wider. kept: (n, *x.shape). weights:
+    float64, n or more."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     weights = weights.to(total.dtype)
     for weight, part in zip(weights, kept, strict=False):
@@ -333,15 +333,15 @@ class FirstBlockStack(BlockStack):
     """First-block cache [F].
 
     Let x_1 be the first block's output for the input x_0, x_L the last block's output, and r = x_1 - x_0. Primes mark
-    values of the last step that evaluated all blocks. A step skips the other blocks if
+    values from the last step that ran all blocks. If
 
         mean |r - r'| < threshold mean |r'|
 
-    and then uses x_L = x_1 + (x_L' - x_1'). The means are over the whole batch, so a sample depends on the other
-    samples in its batch. The host reads one number per step. The first of a step's evaluations decides for all.
+    a step skips the blocks after the first and uses x_L = x_1 + (x_L' - x_1'). The means are over the batch, so a
+    sample depends on its batch. The host reads one number per step. A step's first evaluation decides for all its
+    evaluations.
 
-    ``kept``: (index of the evaluation in its step, batch rows) -> x_L' - x_1', (rows, N, D).
-    """
+    ``kept`` maps (index of the evaluation in its step, batch rows) to x_L' - x_1', (rows, N, D)."""
 
     def __init__(self, cache: FirstBlockCache):
         super().__init__()
@@ -355,7 +355,7 @@ class FirstBlockStack(BlockStack):
         self._first.clear()
 
     def reuses(self) -> bool:
-        """Return True if the current step, whose first block has just run, can reuse the other blocks' results."""
+        """Return True if the current step can skip its remaining blocks. Its first block must have run."""
         assert self._change is not None  # the first step evaluates all blocks
         return self._change.item() < self._threshold
 
@@ -392,7 +392,7 @@ class FirstBlockStack(BlockStack):
             raise FirstBlockDone
 
     def _keep(self, key: tuple[int, int], tensor: Tensor) -> None:
-        """Copy ``tensor`` into ``kept[key]``, or store a clone if the key is new."""
+        """Copy ``tensor`` into ``kept[key]``; store a clone if the key is new."""
         if key in self.kept:
             self.kept[key].copy_(tensor)
         else:
@@ -402,9 +402,9 @@ class FirstBlockStack(BlockStack):
 class ReusedGuidance:
     """Wraps ``model(x, t, y)`` so that some steps skip the unconditional half of a guided batch.
 
-    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the difference of
-    their outputs. Other steps evaluate the conditional half and subtract the stored difference to get the unconditional
-    output (Lv et al., "FasterCache", 2024, sec. 3.3, without its weighting of frequencies).
+    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the difference
+    between the two outputs. Other steps evaluate the conditional half and subtract the stored difference to get the
+    unconditional output (Lv et al., "FasterCache", 2024, sec. 3.3, but without weighting frequencies).
 
     samples: B. A batch of B rows has no unconditional half and is passed to ``model`` unchanged."""
 

@@ -64,8 +64,8 @@ def encode_frames(
         size: (t, h, w) of the latents.
         image: one or a list of file names, ``PIL.Image``s or uint8 arrays (H, W, 3).
         clip: one or a list of file names, ``VideoClip``s or uint8 arrays (T, H, W, 3).
-        frames: number of frames to use from a clip; by default as many as in training, or half of those to draw.
-        interval, fps: interval between the frames that are read from a file, or their rate instead.
+        frames: number of frames to use from a clip; by default as in training, or half of the frames to draw.
+        interval, fps: interval between the frames to read from a file. ``fps`` sets a rate instead.
         path: path of the model, for messages.
 
     Returns masks and latents (n, 1 + C, T, H, W), fp32 on ``device``; None without pictures and clips. Raises
@@ -83,7 +83,7 @@ def encode_frames(
     if config.given_frames is None:
         what = "draws pictures" if not config.is_video else "was trained without --given_frames"
         advice = "leave it out" + ", or fine-tune the model with it (docs/video.md)" * config.is_video
-        if config.is_video and isinstance(config, PublicConfig):  # whose training takes no --given_frames
+        if config.is_video and isinstance(config, PublicConfig):  # their training has no --given_frames
             what, advice = "draws clips of captions alone", "leave it out, or take a model of image to video"
         raise ValueError(f"{flag}: {path} {what}; {advice}")
     assert isinstance(codec, VideoCodec)  # every model of clips has a VideoCodec
@@ -91,12 +91,12 @@ def encode_frames(
     pixels = (count - 1) * codec.temporal_downscale + 1
     height, width = (side * codec.downscale for side in size[1:])
     read = [_frames(flag, each, pixels, interval, fps, (height, width)) for each in _as_list(media)]
-    if config.given_beside:  # these models take a clip whose frames after the first are grey
+    if config.given_beside:  # these models take a full clip that is grey after the first frame
         whole = (size[0] - 1) * codec.temporal_downscale + 1
         read, count = [pad(frame, (0, 0, 0, 0, 0, whole - 1)) for frame in read], size[0]
     encoded = []
     for clip_pixels in read:
-        # With this zero noise, the encoder returns the mean of the posterior.
+        # With zero noise, the encoder returns the posterior's mean.
         mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)
         encoded.append(codec.encode(clip_pixels[None].to(device), mean).float())
     latents = torch.zeros(len(read), config.in_channels, *size, device=device)
@@ -107,8 +107,8 @@ def encode_frames(
 
 
 def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any = None) -> Tensor | None:
-    """Encode n pictures, or the last frames of n clips, to tokens (n, tokens, width); None if ``pictures``, the model's
-    image encoder, is None."""
+    """Encode n pictures, or the last frames of n clips, to tokens (n, tokens, width). Returns None for a model without
+    an image encoder (``pictures``)."""
     if pictures is None:
         return None
     if image is not None:
@@ -118,7 +118,7 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
     """Add picture tokens (n, tokens, width), if any, to the caption conditions y of the samples ``index`` (B,). Sample
-    i uses those of picture i modulo n."""
+    i uses picture i modulo n."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
@@ -185,7 +185,7 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
             return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
-    # Use every frame of a clip that is no file, because a generated clip already has the interval used in training.
+    # Use every frame of a clip in memory, because a generated clip already has the training interval.
     interval = 1
     return frames[choose(len(frames))]
 

@@ -1,13 +1,12 @@
-"""Run sampling steps in few kernels, for samplers whose update is a weighted sum.
+"""Run sampling steps in few kernels, for samplers that update by a weighted sum.
 
     take_step        select each sample's rows in the tables of weights and noise
     embed_patches    convert the sampler's x to tokens, for both halves of guidance
     ...              the network's blocks and final layer
-    guided_update    apply guidance and the sampler's update to the final layer's output, giving the next x
+    guided_update    apply guidance and the sampler's update to the network's output, giving the next x
 
-These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``, with the weights of ``Sampler.weights``.
-Samples are the same up to fp32 rounding. All inputs of a step are in static memory.
-"""
+These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``. ``Sampler.weights`` gives the weights.
+Samples differ only by fp32 rounding. All inputs of a step are in static memory."""
 
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -43,9 +42,8 @@ def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
     """Return True if the kernels support a model that draws latents of this size.
 
-    They support no conditioning frames, no captions in the token sequence, no samples divided over ranks, and no single
-    frame repeated to fill a patch. The patch embedding must be one matrix product with a bias.
-    """
+    Not supported: conditioning frames, captions in the token sequence, samples divided over ranks, and one frame
+    repeated to fill a patch. The patch embedding must be one matrix product with a bias."""
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # True if a clip model draws a picture, see DiT.forward
     config = model.config
@@ -57,9 +55,9 @@ class FusedSteps:
     """The fused steps of one batch size.
 
     Args:
-        linear, guided: for every step, its weights, and True if it has guidance.
+        linear, guided: every step's weights, and True for every step with guidance.
         state: the sampler's static state; x is the first tensor. Every tensor is (B, C, ...) fp32, contiguous.
-        step: (B,) int64, static: the step of every sample, counted from the first step in the tables.
+        step: (B,) int64, static: each sample's step, counted from the tables' first step.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class FusedSteps:
                 self._noise[rows].copy_(noise_of(first + i))
 
     def advance(self, kind: StepKind) -> int:
-        """Run a step of this kind. Return the number of batch rows that the network evaluated, over all evaluations."""
+        """Run a step of this kind. Return how many batch rows the network evaluated, summed over its evaluations."""
         model, network, halves = self.network.model, self.network, 1 + kind.guided
         take_step = sampling_step.take_step if self._kernels else sampling_step.take_step_reference
         embed = sampling_step.embed_patches if self._kernels else sampling_step.embed_patches_reference
@@ -141,9 +139,9 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them: the factor of the network's
-    input; for each evaluation except the last, the weights of the next input and of the prediction; the weights of the
-    new state; p and q of a learned variance."""
+    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them. The factor of the network's
+    input comes first. Each evaluation except the last adds the weights of the next input and of the prediction. Then
+    follow the weights of the new state, and p and q of a learned variance."""
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
         numbers += [*weights, *[0.0] * (len(weights) - 1), 1.0]
@@ -162,7 +160,7 @@ def fused_steps(
     cfg_scale: float,
     cfg_channels: int | None,
 ) -> FusedSteps | None:
-    """Return the fused steps of ``sampler``; None if its update is no weighted sum, or has too many terms."""
+    """Return the fused steps of ``sampler``; None if the sampler's update is no weighted sum, or has too many terms."""
     stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
     found = [weights_of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
     if len(found) < len(stated):

@@ -1,7 +1,6 @@
 """Load a model for sampling: its weights, objective, VAE, text encoder and class names.
 
-The messages of ValueErrors name flags of sample.py; ``opendit.sampling.pipeline`` replaces them by its arguments.
-"""
+ValueErrors name flags of sample.py; ``opendit.sampling.pipeline`` replaces the flags by argument names."""
 
 import os
 import shlex
@@ -44,15 +43,15 @@ from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.approximate_steps import weak_route
 
-PUBLIC_FPS = 16.0  # frame rate of public models' clips, that of Wan 2.1
+PUBLIC_FPS = 16.0  # default frame rate of public models' clips, as in Wan 2.1
 SOURCE_FPS = 24  # frame rate of the training files if the weights don't store one
 
 
 def checkpoint_at(
     ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
 ) -> Path:
-    """Return ``ckpt`` as a path; for "latest", the newest run under ``outputs`` that has a checkpoint, of ``model`` or,
-    with ``video``, of any clip model. Raises ValueError if there is no such run."""
+    """Return ``ckpt`` as a path. "latest" means the newest run with a checkpoint under ``outputs``: a run of ``model``,
+    or with ``video`` of any clip model. Raises ValueError if there is no such run."""
     if str(ckpt) != "latest":
         return Path(ckpt).expanduser()
     if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
@@ -61,8 +60,8 @@ def checkpoint_at(
 
 
 def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = "null") -> None:
-    """Raise ValueError if guidance needs a null class that the model does not have, or if the model does not support
-    the value ``by`` of ``--guidance_by``."""
+    """Raise ValueError if the model lacks the null class that guidance needs, or does not support ``by``, the value of
+    ``--guidance_by``."""
     weak_route(config, by)
     if not config.null_class and scale != 1 and by in ("null", "route"):
         raise ValueError(
@@ -72,22 +71,22 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = 
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """Return the name or folder of the VAE: ``vae``, that of the weights' metadata, or "ema". Raises ValueError if the
-    name is unknown, or if a folder that holds only a network names no VAE."""
+    """Return the VAE's name or folder: ``vae``, or what the weights' metadata name, or "ema". Raises ValueError if the
+    name is unknown, or if a folder that contains only a network names no VAE."""
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
     if vae is None and stored is not None and weights.path.is_dir():  # a diffusers pipeline's folder contains its VAE
         return str(stored)
-    text = weights.info.get("text_encoder")  # has to be named as well
+    text = weights.info.get("text_encoder")  # the suggested command must name it, too
     also = f" --text_encoder {shlex.quote(text)}" if isinstance(text, str) and text not in KNOWN else ""
     return encoder_name("--vae", vae, stored, weights.path, also if also.isprintable() else "") or "ema"
 
 
 @dataclass
 class VaeLoader:
-    """Loads the VAE that decodes a model's latents, if possible in a thread (``work``) while another one reads the
-    weights. precision: fp32, bf16 or fp16, of the model. tiling, compiled: see ``load_codec``."""
+    """Loads the VAE for a model's latents, if possible in a thread (``work``) while the caller reads the weights.
+    precision: the model's precision, fp32, bf16 or fp16. tiling, compiled: see ``load_codec``."""
 
     device: torch.device
     precision: str
@@ -97,9 +96,8 @@ class VaeLoader:
     _begun: tuple[str, DiTConfig | None] | None = None
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> None:
-        """Start a thread that loads the VAE, see :func:`vae_of`, because importing diffusers alone takes seconds. No
-        thread is started for the VAE "none", or if the VAE is not known before the weights are read. path, which: see
-        ``find_weights``."""
+        """Start to load the VAE in a thread, because importing diffusers alone takes seconds. Does nothing for the VAE
+        "none", or if the VAE is not known yet. path, which: see ``find_weights``. vae: see :func:`vae_of`."""
         try:
             weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
             name, config = vae_of(vae, weights), weights.config
@@ -116,9 +114,9 @@ class VaeLoader:
         return self.work.result()
 
     def _load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
-        """Load a VAE. config: the model's configuration; None if unknown, which means a latent model of pictures."""
+        """Load a VAE. config: the model's configuration, or None if unknown. None means a latent model of pictures."""
         load = load_video_codec if config is not None and config.is_video else load_codec
-        # Only the VAE "none", whose latents are pixels, uses ``channels``.
+        # Only the VAE "none" uses ``channels``.
         channels = 0 if config is None else config.in_channels
         settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
         return load(name, channels=channels, device=self.device, **settings)
@@ -126,7 +124,7 @@ class VaeLoader:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights, objective and VAE, which another thread may still be loading. notes: remarks for the
+    """A model with its weights, objective and VAE. A thread may still be loading the VAE. notes: remarks for the
     user."""
 
     network: DiT
@@ -154,9 +152,8 @@ def load_model(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> LoadedModel:
-    """Load a model with the device and the precision of ``loader``, and start loading its VAE. second: a run with the
-    network that ``path`` lacks, for a model with two. The other arguments and the errors are those of
-    ``load_pretrained``."""
+    """Load a model with ``loader``'s device and precision, and start to load its VAE. second: for a model with two
+    networks, a run with the network that ``path`` lacks. For other arguments and for errors see ``load_pretrained``."""
     notes: list[str] = []
     loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
@@ -169,7 +166,7 @@ def load_model(
     if both is not None:
         network.config = replace(both.config, text=network.config.text)
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
-        # Read both networks from one checkpoint: that of ``weights``, which is not the newest if the newest is damaged.
+        # Read both networks from one checkpoint. It may not be the newest one, which can be damaged.
         low = (low_noise_of(weights.path) if second is None else None) or both.low
         network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)
@@ -187,7 +184,7 @@ class BothNetworks(NamedTuple):
 
 def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
     """Return the configuration and paths of a model's two networks; None for a model with one network. Raises
-    ValueError if a network is missing, or ``second`` is not the other network."""
+    ValueError if a network is missing, or if ``second`` does not fit."""
     two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
     second = low_noise_of(path) if second is None else second
     if second is not None and (two is None or two.expert is None):
@@ -217,8 +214,8 @@ def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | No
 
 
 def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, list[WeightedLora]]:
-    """Return the LoRAs of each of a model's two networks, by "high" and "low". Raises ValueError for a file that does
-    not state its network."""
+    """Sort LoRAs by the network for which they are, "high" or "low". Raises ValueError for a file that does not name
+    its network."""
     found: dict[str, list[WeightedLora]] = {expert: [] for expert in EXPERTS.values()}
     for each, weight in lora:
         file = find_weights(each, which)
@@ -238,14 +235,14 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16, because the
-    rounding errors of bfloat16 are larger."""
+    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16, which is more
+    accurate than bfloat16."""
     return torch.float32 if precision == "fp32" else torch.float16
 
 
 def text_encoder_of(name: str | None, weights: Weights) -> str:
-    """Return the text encoder for a model's captions: ``name``, or by default that of the weights' metadata. Raises
-    ValueError if the name is unknown, or the encoder does not fit the model."""
+    """Return the text encoder for a model's captions: ``name``, by default the one in the weights' metadata. Raises
+    ValueError if the name is unknown, or if the encoder does not fit the model."""
     text = weights.config and weights.config.text
     assert text is not None  # this function is called only for models with captions
     stored: str = weights.info.get("text_encoder") or text.name
@@ -278,7 +275,7 @@ def make_conditioner(
     precision: str,
     text_precision: str = "bf16",
 ) -> Conditioner:
-    """Return a model's conditioner, with the frozen text encoder if the model needs one. Raises the same errors as
+    """Return a model's conditioner, with the frozen text encoder if the model needs one. For errors see
     :func:`text_encoder_of`."""
     if config.text is None:
         assert config.num_classes is not None
@@ -324,7 +321,7 @@ def published_conditioner(
 
 
 def guidance_of(config: DiTConfig, scale: float) -> float:
-    """Convert a guidance scale from the convention of the model's pipeline to the sampling engine's convention."""
+    """Convert a guidance scale from the convention of the model's pipeline to the sampling engine's."""
     if not isinstance(config, PublicConfig):
         return scale
     guidance = family_of(config.family).guidance
@@ -335,8 +332,8 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
 
 
 def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: Mapping[str, Any]) -> None:
-    """Raise ValueError if a flag of guidance's second forward pass is set for a public model that makes one pass only.
-    asked: flag name -> value, truthy if the flag is set."""
+    """Raise ValueError if a flag needs a second forward pass for guidance, but the public model makes only one. asked:
+    flag name -> value, truthy if the flag is set."""
     if not isinstance(config, PublicConfig) or guidance_of(config, scale) != 1.0:
         return
     embedded = family_of(config.family).guidance.formula == "embedded"
@@ -351,7 +348,7 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the default (number of steps, guidance scale): those of a public model, (2, 1.0) for MeanFlow, else
+    """Return the default (number of steps, guidance scale): a public model's, (2, 1.0) for MeanFlow, otherwise
     (``steps``, ``scale``)."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
@@ -370,7 +367,7 @@ def class_names(config: DiTConfig, weights: Weights) -> list[str]:
 
 
 def check_negative(negative: str | None, config: DiTConfig, weights: Weights) -> None:
-    """Raise ValueError if a negative prompt is given for a class-conditional model."""
+    """Raise ValueError if a class-conditional model gets a negative prompt."""
     if negative is not None and config.text is None:
         raise ValueError(
             f"--negative_prompt: {weights.path} is conditioned on classes, and has none that a picture should be "
@@ -393,7 +390,7 @@ def latent_size(
     num_frames: int | None = None,
     image_size: int | tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the size of the latents to draw, (h, w) or (t, h, w). num_frames: by default that of training. image_size:
+    """Return the size of the latents to draw, (h, w) or (t, h, w). num_frames: by default as in training. image_size:
     the side, or (height, width), in pixels. Raises ValueError if an argument does not fit the model."""
     *frames, height, width = config.input_size
     if frames:
@@ -423,7 +420,7 @@ def _any_size(
     config: PublicConfig, image_size: int | tuple[int, int] | None, frames: tuple[int, ...], downscale: int
 ) -> tuple[int, ...]:
     """Return the size of the latents for a public model. Raises ValueError if a side is not a multiple of a patch's
-    pixels, or larger than the table of positions."""
+    pixels, or exceeds the table of positions."""
     if image_size is None:
         return (*frames, *config.input_size[-2:])
     sides = (image_size,) * 2 if isinstance(image_size, int) else image_size
@@ -437,8 +434,8 @@ def _any_size(
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Return the frame rate of generated clips, by the metadata of the weights, or SOURCE_FPS divided by the training
-    interval. ``frame_interval`` replaces that interval, but not for a public model's folder."""
+    """Return the frame rate of generated clips, from the weights' metadata or else SOURCE_FPS / interval.
+    frame_interval: replaces the training interval, but is ignored for a public model's folder."""
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
         return weights.info.get("clip_fps", PUBLIC_FPS)
     if (known := weights.info.get("clip_fps")) is not None:

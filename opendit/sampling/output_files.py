@@ -1,4 +1,4 @@
-"""Name and write the files of samples (pictures, clips, .npz archives), and delete those of earlier runs."""
+"""Name and write the files of samples (pictures, clips, .npz archives), and delete earlier runs' files."""
 
 import base64
 import io
@@ -17,13 +17,13 @@ from PIL import Image
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_files import write_mp4
 
-# This file lists the files that sample.py wrote in a folder, so that the next run can delete them.
+# Name of the file that lists what sample.py wrote in a folder. The next run deletes the listed files.
 INDEX = ".samples.json"
 LONGEST = 100  # maximum bytes of a label in a file name; file systems allow 255 (143 if encrypted)
 
 
 def file_name(number: int, label: str) -> str:
-    """Return a file name, without suffix, that every file system accepts: "000007-a_cat__asleep" for (7, "a cat,
+    """Return a file name without suffix that every file system accepts, such as "000007-a_cat__asleep" for (7, "a cat,
     asleep")."""
     name = ""
     for character in label[:40]:
@@ -47,15 +47,15 @@ class OutputFolder:
         self.folder, self.names = folder, list(names)
 
     def resume(self) -> None:
-        """Delete the temporary files that a killed, earlier start of the same run left. Raises OSError."""
+        """Delete temporary files that a killed, earlier start of this run left. Raises OSError."""
         names = set(self.names)
         for name in os.listdir(self.folder):
             if _unfinished(name) in names and not (self.folder / name).is_symlink():
                 remove(self.folder / name)
 
     def begin(self) -> list[str]:
-        """Delete only the files that an earlier run wrote in this folder. Return a list with a note if other files look
-        like samples, else []. Raises OSError."""
+        """Delete the files that an earlier run wrote in this folder, and no others. Return a list with a note if other
+        files look like samples, else []. Raises OSError."""
         earlier = self._earlier()
         self._write_index({*earlier, *self.names})  # written before the first file, in case this run is killed
         for name in os.listdir(self.folder):
@@ -92,15 +92,14 @@ def _unfinished(name: str) -> str | None:
 def write_npz(
     path: Path, arrays: dict[str, tuple[str, tuple[int, ...], Iterable[np.ndarray]]], mark: str | None = None
 ) -> None:
-    """Write an .npz like np.savez does, but from blocks, so that the arrays need not fit in memory. arrays: name ->
-    (dtype such as "|u1", shape, blocks of the values in C order). mark: see :func:`replacing`."""
+    """Write an .npz as np.savez does, but in blocks, so that the arrays need not fit in memory. arrays: name -> (dtype
+    such as "|u1", shape, blocks of the values in C order). mark: see :func:`replacing`."""
     with replacing(path, mark) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, (descr, shape, blocks) in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 file.write(npy_header(shape, descr))
                 for block in blocks:
-                    # Write a byte view, because a memoryview can't hold unicode, and tobytes() would copy a large
-                    # block.
+                    # Write a byte view: a memoryview can't hold unicode, and tobytes() would copy the block.
                     file.write(np.ascontiguousarray(block, dtype=descr).reshape(-1).view(np.uint8).data)
 
 

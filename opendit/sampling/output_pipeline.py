@@ -1,7 +1,7 @@
 """Distribute batches over replicas, and decode latents while the model draws the next batch.
 
-On a GPU the VAE decodes on a side stream, pictures reach the host through pinned memory, and a few threads encode and
-write the files. On a CPU only these threads run concurrently."""
+On a GPU the VAE decodes on a side stream, and pictures reach the host through pinned memory. Threads encode and write
+the files. On a CPU only these threads run concurrently."""
 
 import contextlib
 import math
@@ -34,10 +34,10 @@ POLL_S = 0.005  # seconds between two polls while a rank waits for its replica's
 
 
 class Writers:
-    """Threads that run queued tasks, of which at most ``waiting`` are in the queue.
+    """Threads that run queued tasks. At most ``waiting`` tasks are in the queue.
 
-    After a task fails, no further task is run, and the next call of :meth:`put` or :meth:`close` raises the error. As a
-    context manager, it waits on exit for all tasks; after an exception, only for the running ones."""
+    After a task fails, no further task is run, and the next call of :meth:`put` or :meth:`close` raises the error. On
+    exit, the context manager waits for all tasks; after an exception, only for running tasks."""
 
     def __init__(self, threads: int, waiting: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="writer")
@@ -88,8 +88,8 @@ class _Batch:
 
     Attributes:
         rows: number of pictures, frames or tiles to decode.
-        tiles: the division of pictures into tiles; None if ranks don't share the tiles of a picture.
-        pixels: the decoded rows: first this rank's share, later all rows, and in the end all rows on the host.
+        tiles: the division of pictures into tiles; None if ranks don't share a picture's tiles.
+        pixels: the decoded rows: at first this rank's share, later all rows, and in the end all rows on the host.
         ready: event on the side stream, recorded after the last operation on ``pixels``; None on a CPU.
     """
 
@@ -103,13 +103,13 @@ class _Batch:
 class OutputPipeline:
     """Decodes batches of latents and passes the pictures to ``deliver``.
 
-    Every rank of a replica calls :meth:`put` with the same batches and decodes a share of each batch. As a context
-    manager, the pipeline delivers the remaining batches on exit, but none after an exception.
+    Every rank of a replica calls :meth:`put` with equal batches and decodes a share of each batch. On exit, the context
+    manager delivers the remaining batches, but none after an exception.
 
     Args:
-        deliver: function ``deliver(index, pictures)`` of the samples' numbers (B,) and uint8 pixels (B, H, W, 3) or (B,
-            T, H, W, 3). :meth:`put` calls it for a batch that was put one or two calls earlier.
-        ranks: the replica's ranks, which have the same latents; None for a single rank.
+        deliver: called with the samples' numbers (B,) and uint8 pixels, (B, H, W, 3) or (B, T, H, W, 3), one or two
+            calls of :meth:`put` later.
+        ranks: the replica's ranks; None for a single rank.
         leads: True if this rank calls ``deliver``.
     """
 
@@ -136,14 +136,14 @@ class OutputPipeline:
             self.finish()
 
     def put(self, index: Tensor, latents: Tensor) -> None:
-        """Start to decode latents (B, C, ...) of the samples ``index`` (B,). Deliver an earlier batch, if there is one.
-        Raises the errors of ``deliver``."""
+        """Start to decode latents (B, C, ...) of the samples ``index`` (B,), and deliver an earlier batch, if there is
+        one. Raises the errors of ``deliver``."""
         batch = self._start(index, latents)
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
         self._in_flight.append(batch)
-        # Deliver an older batch than the one that the GPU decodes now, so that the GPU stays busy while the host waits.
-        # If ranks exchange their shares, a batch is delivered one call later.
+        # Deliver an earlier batch, so that the GPU decodes the new batch while the host waits. A batch that ranks share
+        # is delivered one call later.
         while len(self._in_flight) > (1 if self._ranks is None else 2):
             self._deliver_batch(self._in_flight.popleft())
 
@@ -160,7 +160,7 @@ class OutputPipeline:
         rows = frames_of(latents) if self._frames else latents
         decode, form, tiles = self._codec.decode_in_slices, to_bytes, None
         if self._ranks is not None and (tiles := self._codec.tiles(rows)) is not None:
-            # Ranks exchange tiles before they are rounded to bytes, because blending bytes would round twice.
+            # Exchange tiles before rounding to bytes, because blending bytes would round twice.
             rows, codec = tiles.cut(rows), self._codec
             assert isinstance(codec, FrozenVAE)  # no other codec has tiles
             decode, form = codec.decode_whole, lambda part: part.to(codec.dtype)
@@ -201,8 +201,8 @@ class OutputPipeline:
         self._deliver(batch.index, pictures)
 
     def _on_side(self, after: Tensor):
-        """Return a context in which operations run on the side stream, after those launched on the main stream so far.
-        They may read the tensor ``after``."""
+        """Return a context that runs operations on the side stream, after all operations launched on the main stream so
+        far. The operations may read the tensor ``after``."""
         if self._side is None:
             return contextlib.nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
@@ -218,7 +218,7 @@ class OutputPipeline:
 
     @staticmethod
     def _to_host(pixels: Tensor) -> Tensor:
-        """Start a copy to pinned memory and return it. An event recorded after this call shows when it is complete."""
+        """Start a copy to pinned memory and return it. An event recorded afterwards shows when the copy is done."""
         if pixels.device.type == "cpu":
             return pixels
         host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
@@ -227,8 +227,8 @@ class OutputPipeline:
 
 @dataclass
 class ReplicaBatches:
-    """Iterable over the batches (ranges of sample numbers) that this replica draws. All ranks of a replica get the same
-    batches. A replica that has finished a group of batches takes the next one from the queue."""
+    """Iterable over the batches (ranges of sample numbers) that this replica draws. All ranks of a replica get equal
+    batches. A replica that has finished a group of batches takes the next group from the queue."""
 
     groups: list[list[range]]
     queue: "SharedQueue"
@@ -257,8 +257,8 @@ def replica_batches(
     deliver: Callable[[Tensor, np.ndarray], None],
     finish: Callable[[], None],
 ) -> Iterator[ReplicaBatches]:
-    """Distribute the missing parts of a cache over all replicas, and show a progress bar. All ranks must call this. On
-    exit, ``finish`` is called, and rank 0 waits until all replicas have drawn their samples. deliver: see
+    """Distribute a cache's missing parts over all replicas, and show a progress bar. All ranks must call this. On exit,
+    ``finish`` is called, and rank 0 waits until all replicas have drawn their samples. deliver: see
     :class:`OutputPipeline`."""
     mesh, replica, stages = run.mesh, run.replica, run.stages
     groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
@@ -282,8 +282,8 @@ def replica_batches(
 
 
 def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
-    """Return the batch size of a job, at most ``most``. In a small job, every part is one sample, and replicas draw
-    about equally many samples. In a large job, a part holds one or more batches of size ``most``."""
+    """Return a job's batch size, at most ``most``. If every part of the job is one sample, replicas draw about equally
+    many samples."""
     if job.samples_a_part > 1:
         return min(most, math.ceil(job.count / replicas))
     rounds = math.ceil(job.count / (most * replicas))
@@ -294,8 +294,8 @@ class SharedQueue:
     """Iterable that hands out the numbers 0 to ``count`` - 1, each to the replica that asks first. name: unique in the
     store.
 
-    The first rank of a replica increments a counter in the store, and passes the number to the replica's other ranks
-    through a key. Those ranks poll the key, because other threads use the same connection to the store."""
+    A replica's first rank increments a counter in the store, and passes the number to the replica's other ranks through
+    a key. These ranks poll the key, because a blocking call would delay other threads that use the connection."""
 
     def __init__(self, store: Store, name: str, count: int, replica: Replica):
         self._store, self._name, self.count, self._replica = store, f"queue/{name}", count, replica

@@ -43,9 +43,9 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 Place = str | os.PathLike[str]
 LoraArgument = Place | Sequence[Place | tuple[Place, float]] | None
-ENGINES = 2  # maximum number of engines, each with its CUDA graphs, that a pipeline stores
+ENGINES = 2  # maximum number of engines that a pipeline stores, each with CUDA graphs
 MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # the limits of sample.py's flags
-# Flags of sample.py -> arguments of this module that have another name.
+# Flags of sample.py -> arguments of this module, where the names differ.
 ARGUMENTS = {
     "ckpt": "path",
     "mixed_precision": "precision",
@@ -100,10 +100,9 @@ def load(
         weights: which weights of a checkpoint to load: "ema" or "model".
         model: name of the model, such as "DiT-XL/2", if the file does not name it (Meta's .pt).
         num_classes: number of classes, if the file does not store it.
-        lora: LoRAs to merge into the weights of ``path``: a path, or a list of paths and (path, weight) pairs. A path
-            may end in its weight, as in ":0.8". Each is a run of ``train.py --lora`` or, for a public model, also a
-            LoRA file from another program.
-        second: for Wan 2.2 A14B, which has two networks, a run with the network that ``path`` does not contain.
+        lora: LoRAs to merge into the weights: a path, or a list of paths and (path, weight) pairs. A path may end in a
+            weight, as in ":0.8". A path is a run of ``train.py --lora`` or, for a public model, any LoRA file.
+        second: for Wan 2.2 A14B (two networks), a run with the network that ``path`` does not contain.
         vae: "ema", "mse", "none" or a folder; None for the VAE that the checkpoint names.
         vae_tiling: decode tile by tile, for large pictures and long clips.
         vae_compile: compile the decoder of pictures and frames.
@@ -114,9 +113,8 @@ def load(
         kernels: use the fused kernels and the fastest attention, on GPUs that support them.
         download: download the public model that ``path`` names on the hub, OWNER/NAME or OWNER/NAME@REVISION.
 
-    Raises FileNotFoundError if there is no such checkpoint, and ValueError if it is damaged or an argument does not fit
-    it; the message names the argument. Warns if a newer checkpoint is damaged, the number of classes had to be assumed,
-    or the GPU does not support FP8.
+    Raises FileNotFoundError if there is no such checkpoint, and ValueError if the checkpoint is damaged or an argument
+    does not fit. Warns if a newer checkpoint is damaged, the number of classes is assumed, or the GPU lacks FP8.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = precision or ("fp32" if device.type == "cpu" else "bf16")
@@ -163,7 +161,7 @@ def load(
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """A model with everything that is needed to draw from it. :func:`load` returns a Pipeline; call it to draw.
+    """A model, ready to draw. :func:`load` returns a Pipeline; call the Pipeline to draw.
 
         pipe = opendit.load("outputs/000-DiT-XL-2")
         pictures = pipe([207, 360], steps=50, guidance=4, seed=0)
@@ -171,9 +169,9 @@ class Pipeline:
     Attributes:
         codec: converts between latents and pixels.
         conditioner: converts classes or captions to conditions.
-        weights: the path of the weights (``path``) and the metadata of their file (``info``).
+        weights: the path (``path``) and the metadata (``info``) of the weights' file.
         notes: remarks about the loading, one line each.
-        engines: the most recently used engines, with their CUDA graphs, by their settings.
+        engines: settings -> engine, for the most recently used engines and their CUDA graphs.
     """
 
     model: DiT
@@ -237,34 +235,34 @@ class Pipeline:
         sample.py draws the same pictures from the same seed.
 
         Args:
-            what: a list of class numbers and names, or of captions; or one name or caption. A bare number is the number
-                of samples to draw without a class or caption (a single class is a list: ``[207]``).
+            what: a list of class numbers and names, or of captions; or one name or caption. A bare number N draws N
+                samples without a class or caption; a single class number must be a list, ``[207]``.
             steps: number of sampler steps; None for 50, for 2 with MeanFlow, or for a public model's usual number.
-            guidance: scale of classifier-free guidance; None for 4, or for 1 with MeanFlow. 1 turns guidance off, which
-                halves the computation. A public model uses the scale and the default of its diffusers pipeline.
+            guidance: scale of classifier-free guidance; None for 4, or for 1 with MeanFlow. 1 turns guidance off and
+                halves the computation. For a public model, scale and default are as in its diffusers pipeline.
             sampler: one of ``samplers``; None for the model's default.
             interval: (low, high), guide only at noise levels sigma between these values; None for all levels.
             negative: a caption to guide away from, instead of the empty caption.
             guidance_every: an approximation: evaluate guidance's unconditional half only in every N-th step.
-            guidance_by: the prediction to guide away from. "null": that for the null class or caption. "route": the
-                same without the blocks of a fused route. "FIRST:LAST:SHARE": that for the sample's class or caption,
-                with some tokens left out of these blocks.
+            guidance_by: the prediction to guide away from. "null": for the null class or caption. "route": like "null",
+                but without the blocks of the fused route. "FIRST:LAST:SHARE": for the sample's class or caption, but
+                with a share of the tokens skipping these blocks.
             cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]";
                 see docs/sampling.md.
             guided_channels: guide only these first channels of the latents; None for all (Meta's published results use
                 3).
             size: (height, width) or a side in pixels. A public model draws any size, other models only one.
             frames: number of frames of a clip; None for the number that the model was trained on.
-            image: first frames for a model with conditioning frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
-                list of these that the samples use in turn.
-            clip: clips to continue, for a model with conditioning frames: a file, a :class:`VideoClip`, uint8 (T, H, W,
-                3), or a list of these. Samples begin with the last frames of a clip.
-            clip_frames: number of frames to take from ``clip``; None for the number that the model was trained on, or
-                half of the frames to draw if that number is not fixed.
+            image: first frame, for a model with conditioning frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
+                list. Samples use the elements of a list in turn.
+            clip: clip to continue, for a model with conditioning frames: a file, a :class:`VideoClip`, uint8 (T, H, W,
+                3), or a list. Samples begin with the clip's last frames.
+            clip_frames: number of frames to use from ``clip``; None for the number used in training, or, if that number
+                varied, half of the frames to draw.
             batch_size: number of samples to draw at a time.
             progress: show a progress bar.
-            callback: ``callback(step, latents)`` is called after every step of every batch, with the number of finished
-                steps and the latents (B, C, ...), which it must not change. If it raises, the sampling ends.
+            callback: ``callback(step, latents)`` is called after every step of every batch. step: number of finished
+                steps. latents: (B, C, ...), not to be changed. An exception ends the sampling.
 
         Returns ``PIL.Image``s, or :class:`VideoClip`s for a model of clips. Raises ValueError if a class is unknown
         (the message names the most similar class), or an argument does not fit.
@@ -322,8 +320,8 @@ class Pipeline:
     def _resolve(
         self, what: int | str | Sequence[int | str], settings: "DrawSettings"
     ) -> tuple[Condition, Condition, dict[str, Any]]:
-        """Check the arguments of a call. Return the samples' conditions, guidance's unconditional one, and the engine's
-        settings."""
+        """Check the arguments of a call. Return the samples' conditions, the unconditional condition for guidance, and
+        the engine's settings."""
         settings.check(self.config.in_channels)
         guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):

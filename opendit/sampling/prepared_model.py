@@ -1,4 +1,4 @@
-"""A network whose results that do not depend on x_t are precomputed and read from tables."""
+"""Prepare a model for sampling: all tensors that do not depend on x_t are precomputed and stored."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,29 +20,28 @@ GatherRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class PreparedModel:
-    """A model for the sampling steps of one batch of B samples, called as ``model(x, t, rows)``. It does not embed
-    times and captions again in each step.
+    """A model for the sampling steps of one batch of B samples, called as ``model(x, t, rows)``. Times and captions are
+    embedded in advance, not in every step.
 
     The layers that compute the modulations hold a third of DiT-XL/2's weights. So the modulations of many steps are
-    computed at once, into a table with one row for each (step, evaluation, condition), from which a step gathers its
-    samples' rows. The conditions are those of the B samples, followed by guidance's null condition: one for the batch
-    or one per sample. The captions' keys and values, and the positions, are computed once.
+    computed at once, into a table with one row per (step, evaluation, condition). A step gathers its samples' rows. The
+    conditions are those of the B samples, then guidance's null condition, once or B times. The captions' keys and
+    values, and the positions, are computed once.
 
     All tensors stay at fixed addresses, so a CUDA graph can be replayed with other batches and at other steps.
 
     Args:
-        times: (steps, evaluations), the times t of all evaluations of the network; (steps, evaluations, K) for K times.
+        times: times t of all evaluations of the network: (steps, evaluations), or (steps, evaluations, K) for K times.
         guided: True if there is a null condition.
         size: size of the latents, without channels.
-        memory: maximum bytes of a table. The table of modulations holds as many steps as fit, but at least one. If the
-            captions' keys and values don't fit, every step recomputes them.
-        shared: True if ranks share a batch, so that ``rows`` in a call may be any rows of the batch, not only the
-            first.
+        memory: maximum bytes of a table. The table of modulations holds at least one step. If the captions' keys and
+            values don't fit, every step recomputes them.
+        shared: True if ranks share a batch. Then ``rows`` in a call may be any rows of the batch, not only the first.
 
     Attributes:
         stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. Set it before
             the first call.
-        table: modulations, (rows, sum of the modulations' widths of all blocks and the final layer); at first empty.
+        table: modulations of all blocks and the final layer, (rows, sum of their widths); at first empty.
         capacity: number of steps that the table holds; final after the first :meth:`condition`.
     """
 
@@ -66,7 +65,7 @@ class PreparedModel:
         self.table = torch.empty(0)
         self._evaluation = 0
         self.capacity = len(times)
-        self.conditions = 0  # number of conditions, and of table rows of one evaluation
+        self.conditions = 0  # number of conditions, and of table rows per evaluation
 
     def condition(self, y: Condition, null: Condition | None) -> None:
         """Prepare for the conditions y of B samples. null: a batch of 1 or B; None without guidance."""
@@ -86,7 +85,7 @@ class PreparedModel:
         self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:
-        """Store the keys and values of every block for all rows; if they exceed ``memory``, the captions' tokens."""
+        """Store every block's keys and values for all rows. If they exceed ``memory``, store the captions' tokens."""
         if context is None:
             self._parts = 0
             return
@@ -108,14 +107,14 @@ class PreparedModel:
         shape = self.capacity * rows + len(self._at_zero), width
         if self.table.shape != shape or self.table.dtype != dtypes[0]:
             self.table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
-        if len(self._at_zero):  # tokens of conditioning frames have the same modulations in every step
+        if len(self._at_zero):  # modulations of conditioning frames' tokens don't change between steps
             self._write(self._at_zero + self.capacity * rows, self.times.new_zeros(len(self._at_zero)), self._at_zero)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
         return cast(Iterator[Tensor], self.model.modulations(c))
 
     def _keep(self, name: str, tensors: list[Tensor]) -> None:
-        """Copy tensors into those stored under ``name``. If shapes or dtypes have changed, store clones instead."""
+        """Copy tensors into those stored under ``name``. If shapes or dtypes have changed, store clones."""
         kept = self._static.setdefault(name, [])
         if [(a.shape, a.dtype) for a in kept] == [(b.shape, b.dtype) for b in tensors]:
             for old, new in zip(kept, tensors, strict=True):
@@ -125,13 +124,12 @@ class PreparedModel:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors. A CUDA graph stays valid while they are the same."""
+        """Addresses of all tensors. A CUDA graph stays valid while they do not change."""
         tensors = [self.table, *(tensor for tensors in self._static.values() for tensor in tensors)]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
-        """Compute the modulations of the steps from ``first`` on that fit into the table. Return the number of these
-        steps."""
+        """Compute the modulations of as many steps, from ``first`` on, as fit into the table. Return their number."""
         times = self.times[first : first + self.capacity]
         evaluations = times.flatten(0, 1)
         conditions = torch.arange(self.conditions, device=self.table.device).repeat(len(evaluations))
@@ -139,9 +137,9 @@ class PreparedModel:
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
-        """Compute modulations for times t (n,) or (n, K) and the conditions with indices ``conditions`` (n,). Write
-        them into the table's ``rows`` (n,); None means its first n rows. Every matrix product has the same number of
-        rows, so that a modulation does not depend on how many are computed at once."""
+        """Compute modulations for times t (n,) or (n, K) and condition indices ``conditions`` (n,). Write them into the
+        table's ``rows`` (n,); None means its first n rows. Every matrix product has PRODUCT_ROWS rows, so a modulation
+        does not depend on how many are computed at once."""
         for part in range(0, len(t), PRODUCT_ROWS):
             some = slice(part, min(part + PRODUCT_ROWS, len(t)))
             count = some.stop - part
@@ -157,7 +155,7 @@ class PreparedModel:
 
     @property
     def rows(self) -> Tensor:
-        """Table row of every sample at step 0, int64: (2, B) for both halves of a guided batch, otherwise (1, B)."""
+        """Table row of every sample at step 0, int64: (2, B) with guidance, (1, B) without."""
         return self._static["rows"][0]
 
     @property
@@ -171,29 +169,29 @@ class PreparedModel:
 
     @property
     def contexts(self) -> list[Tensor]:
-        """Contexts of cross-attention, each (2 B, tokens, ...): the keys and values of every block, or the tokens that
-        all blocks share, and then the mask. Empty for a class-conditional model."""
+        """Contexts of cross-attention: every block's keys and values, or the tokens that all blocks share, and then the
+        mask. Each is (2 B, tokens, ...), without guidance (B, tokens, ...). Exists only for models with captions."""
         return self._static["contexts"]
 
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
-        """Return the final layer's output for the tokens (n, N, D) in ``residual``, which is emptied to free memory.
-        table_rows: (n,) int64, the table row of each of the first n rows of the (guided) batch."""
+        """Return the final layer's output for tokens (n, N, D). residual: holds the tokens, and is emptied to free
+        memory. table_rows: (n,) int64, one table row per batch row."""
         usable, _ = kernels_available(self.table.device, self.table.dtype)
         modulations = GatheredModulations(self.table, table_rows, self._widths, gather_rows if usable else select_rows)
         grid = self.model.token_grid(self.grid, self.positions)
         return self.model.of_tokens(residual, grid, modulations, self._context(table_rows), self.stack)
 
     def begin(self, step: Tensor) -> None:
-        """Begin a step. step: (B,) int64, the index of every sample's step in the table."""
+        """Begin a step. step: (B,) int64, every sample's step, counted from the table's first step."""
         self._rows = torch.add(self.rows, step, alpha=self.rows_of_a_step).flatten()
         self._evaluation = 0
 
     def __call__(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
-        """Return the network's output for x (n, C, ...). Call this method once for every evaluation of a step, in
-        order.
+        """Return the network's output for x (n, C, ...). Call this once for every evaluation of a step, in order.
 
-        t is ignored, because the table was computed with the steps' times. rows: (n,) int64, the rows of the guided
-        batch that x holds. Sample b has row b in the conditional half and row B + b in the unconditional half."""
+        t is ignored, because the table was computed with the steps' times. rows: (n,) int64; row i of x is row
+        ``rows[i]`` of the guided batch. Sample b has row b in the conditional half and row B + b in the unconditional
+        half."""
         table_rows = self._rows[rows] if self.shared else self._rows[: len(x)]
         if self._evaluation:
             table_rows = table_rows + self._evaluation * self.conditions
@@ -222,9 +220,9 @@ def select_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class GatheredModulations:
-    """Iterator over the modulations of every block, and at last of the final layer, gathered from a table. table: (R,
-    sum of ``widths``), all modulations side by side. rows: (n,) int64, rows of the table. gather_rows:
-    :func:`select_rows`, or a kernel with the same result."""
+    """Iterator over the modulations of every block and then of the final layer, gathered from a table. table: (R, sum
+    of ``widths``), all modulations side by side. rows: (n,) int64, table rows. gather_rows: :func:`select_rows`, or an
+    equivalent kernel."""
 
     def __init__(self, table: Tensor, rows: Tensor, widths: Sequence[int], gather_rows: GatherRows = select_rows):
         self._table, self._rows, self._widths, self._gather_rows = table, rows, widths, gather_rows
@@ -255,9 +253,8 @@ class GatheredModulations:
 
 
 class GatheredContexts:
-    """The contexts of cross-attention, gathered only for blocks that are evaluated. kept: see
-    ``PreparedModel.contexts``; the first tensors are keys and values of every block if ``every`` is True. rows_in:
-    selects the rows of the current call."""
+    """The contexts of cross-attention, gathered only for blocks that run. kept: see ``PreparedModel.contexts``. every:
+    True if ``kept`` has every block's keys and values. rows_in: selects the rows of the current call."""
 
     def __init__(self, kept: Sequence[Tensor], every: bool, rows_in: Callable[[Tensor], Tensor]):
         (*self._parts, self._mask), self._every, self._rows_in = kept, every, rows_in

@@ -1,7 +1,7 @@
 """Cache samples, or features of samples, on disk, so that a killed job can resume.
 
-A part of the cache is one file with a checksum, for a fixed range of sample numbers, written atomically after its
-samples' picture or clip files. A job with other settings than those in the manifest does not use the cache."""
+A part of the cache is one file with a checksum, for a fixed range of samples. It is written atomically, after its
+samples' picture or clip files. A job resumes only if its settings equal those in the manifest."""
 
 import contextlib
 import errno
@@ -46,8 +46,8 @@ _KIND = FileKind(_Manifest, MIB)
 
 
 def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:
-    """Return the number of samples in a part: 1 in jobs of up to ``FINE`` samples, otherwise one or more batches with
-    up to ``PART_BYTES`` of pixels, and at least 64 parts."""
+    """Return the number of samples in a part. In jobs of up to ``FINE`` samples, it is 1. In larger jobs, a part holds
+    whole batches: at most ``PART_BYTES`` of pixels and 1/64 of the job, but at least one batch."""
     if count <= FINE:
         return 1
     return batch_size * max(1, min(PART_BYTES // (batch_size * sample_bytes), count // (64 * batch_size)))
@@ -59,7 +59,7 @@ class SamplingJob:
 
     Attributes:
         settings: all values that determine a sample or its stored files, by name.
-        kept: the cache stores the pixels of the first ``kept`` of ``count`` samples only.
+        kept: the cache stores pixels only for the first ``kept`` of the ``count`` samples.
         shape: shape of one sample's pixels.
         samples_a_part: number of samples in every part except the last.
         dtype: dtype of the pixels in numpy's notation; "<f4" for features.
@@ -97,7 +97,7 @@ class SampleCache:
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """Return the number of a part's samples whose pixels it stores. These are its first samples."""
+        """Return the number of samples with pixels in a part. These are the part's first samples."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 
@@ -116,8 +116,8 @@ class SampleCache:
             file.write(digest.digest())
 
     def blocks(self, part: int) -> Iterator[np.ndarray]:
-        """Yield the bytes of a part's pixels as (n,) uint8 arrays. After the last one, raises DamagedPart if the
-        checksum differs."""
+        """Yield a part's pixels as bytes, in (n,) uint8 arrays. At the end, raises DamagedPart if the checksum
+        differs."""
         header, digest = self._header(part), self._digest(part)
         left = self.rows(part) * int(np.prod(self.job.shape)) * np.dtype(self.job.dtype).itemsize
         try:
@@ -172,8 +172,8 @@ class SampleCache:
         write_whole(self.folder / MANIFEST, text.encode(), root=self._root)
 
     def missing(self, finished: Callable[[int], bool]) -> tuple[list[int], list[str]]:
-        """Return the parts to draw, and a message for every existing part that can't be used, because it is damaged or
-        ``finished(number)`` is False for one of its samples."""
+        """Return the parts to draw, and messages about existing parts among them. An existing part is drawn again if it
+        is damaged, or if ``finished(number)`` is False for one of its samples."""
 
         def problem(part: int) -> str | None:
             if not self.path(part).exists():
@@ -188,7 +188,7 @@ class SampleCache:
         return [part for part, line in enumerate(problems) if line is not None], [line for line in problems if line]
 
     def count_cached(self) -> int:
-        """Return the number of samples in all parts that have a file."""
+        """Return the number of samples in parts that have a file."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sum(len(self.samples(int(name[:8]))) for name in names if re.fullmatch(r"\d{8}\.npy", name))
 
@@ -199,8 +199,8 @@ class SampleCache:
     def batches_to_draw(self, missing: Collection[int], batch_size: int) -> list[list[range]]:
         """Return the batches that contain the missing parts, in groups. One replica must draw all batches of a group.
 
-        A sample is always in the same batch, whichever parts are missing. If parts are smaller than a batch, samples of
-        finished parts may be drawn again, but :class:`CacheWriter` ignores them."""
+        A sample is always in the same batch, whichever parts are missing. So a batch may also contain samples of
+        finished parts, see :meth:`CacheWriter.wants`."""
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
         ends = [min(self.job.count, first + step) for first in groups]
@@ -210,8 +210,8 @@ class SampleCache:
         ]
 
     def remove(self) -> None:
-        """Delete the files of the cache, including those of another job: the manifest first, because no job resumes
-        without it."""
+        """Delete the cache's files, even those of another job. The manifest is deleted first, because no job resumes
+        without a manifest."""
         if not self.folder.is_dir():
             return
         names = sorted((name for name in os.listdir(self.folder) if _FILES.fullmatch(name)), key=lambda n: n[0] != "m")
@@ -228,7 +228,7 @@ class SampleCache:
 
 
 class CacheWriter:
-    """Collects samples in any order and from any thread, and writes each missing part as soon as it is complete."""
+    """Collects samples, in any order and from any thread, and writes each missing part once it is complete."""
 
     def __init__(self, cache: SampleCache, missing: Collection[int]):
         self._cache, self._missing = cache, set(missing)
@@ -240,7 +240,7 @@ class CacheWriter:
         return number // self._cache.size in self._missing
 
     def add(self, number: int, pixels: np.ndarray) -> None:
-        """Add a sample of a missing part, once. Its picture or clip file must have been written. Raises OSError."""
+        """Add a sample of a missing part, once, after its picture or clip file has been written. Raises OSError."""
         part, cache = number // self._cache.size, self._cache
         first = cache.samples(part).start
         with self._lock:
@@ -260,7 +260,7 @@ class CacheWriter:
 
 @dataclass(frozen=True)
 class UnfinishedJob:
-    """An earlier job that left its cache in a folder. ``cached`` of its ``count`` samples are in the cache."""
+    """An earlier job that left its cache in a folder. ``cached`` of ``count`` samples are in the cache."""
 
     cached: int
     count: int
@@ -268,7 +268,7 @@ class UnfinishedJob:
     settings: dict[str, str]
 
     def differences(self, settings: dict[str, str]) -> list[str]:
-        """Describe each setting whose value in ``settings`` differs from that of the earlier job."""
+        """Describe each setting that differs between the earlier job and ``settings``."""
         names = [*self.settings, *(name for name in settings if name not in self.settings)]
         pairs = [(name, self.settings.get(name, "none"), settings.get(name, "none")) for name in names]
         return [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]

@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 def open_output(run: SamplingRun) -> "SampleOutput":
-    """Open a run's output folder, whose cache may hold samples of an earlier start. All ranks must call this together.
-    Raises ValueError on all ranks if a file to write is a link or, without --overwrite, if the cache is damaged or
-    belongs to a job with other settings."""
+    """Open a run's output folder, which may contain a cache of an earlier start. All ranks must call this. Raises
+    ValueError on all ranks if a file to write is a link. Without --overwrite, also raises ValueError if the cache is
+    damaged or belongs to a job with other settings."""
     with run.stages("digests of what decides a sample; an earlier start"):
         mesh, flags, output, job, problem = run.mesh, run.flags, Path(run.flags.output), None, None
         resumes = False
@@ -86,8 +86,8 @@ class SampleOutput:
     @contextlib.contextmanager
     def missing_batches(self) -> Iterator[ReplicaBatches]:
         """Prepare the folder, print the run's summary, and yield this replica's batches of missing samples. On exit,
-        rank 0 writes the sheet and the .npz. All ranks must call this together. Raises OSError if a disk is full or
-        fails; the message says which samples are on disk and what to do."""
+        rank 0 writes the sheet and the .npz. All ranks must call this. Raises OSError if a disk is full or fails. The
+        message says which samples are on disk and what to do."""
         run, mesh = self.run, self.run.mesh
         try:
             missing = self._begin() if mesh.is_main else None
@@ -180,7 +180,7 @@ class SampleOutput:
         run = self.run
         with run.stages("sheet, .npz"):
             rows = self.collect()
-            # With halves of guidance on different ranks, rank 0 does not know what the others have evaluated.
+            # If guidance's halves are on different ranks, rank 0 does not know what other ranks evaluated.
             if run.engine.approximations.note and not run.replica.halves:
                 rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
             self.cache.remove()
@@ -201,8 +201,8 @@ class SampleOutput:
                 "arr_0": ("|u1", shape, self.cache.all_blocks()),
                 "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
             }
-            # Name the temporary file after the output folder, to which only one job at a time writes. So the next job
-            # overwrites the file that a killed job has left.
+            # Name the temporary file after the output folder, so that the next job overwrites the file of a killed job.
+            # Only one job at a time uses the folder.
             write_npz(Path(flags.npz), arrays, mark=hash_parts(str(output.resolve()))[:12])
             of = " x ".join(map(str, shape))
             rows["npz"] = f"{flags.npz}: arr_0 {of}, arr_1 {'captions' if with_text else 'labels'}"
@@ -218,7 +218,7 @@ class SampleOutput:
         return rows
 
     def _what_is_safe(self, error: OSError) -> str:
-        """Return a message that says after an error which samples are on disk, and what the user can do."""
+        """Return a message for after an error: which samples are on disk, and what the user can do."""
         flags, cache, found, cached = self.run.flags, self.cache, "no sample is there", self.cache.count_cached()
         if flags.save_png:
             complete = f"{self._folder.count_samples():,} of {cache.job.count:,}"
@@ -278,7 +278,7 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
         channels = config.get("out_channels", 3)
-        # Of some VAEs, out_channels is that of a patch of pixels instead of a single pixel.
+        # For some VAEs, out_channels counts the channels of a patch of pixels.
         channels = channels // (config.get("patch_size") or 1) ** 2 or channels
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
@@ -287,8 +287,8 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
 
 def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
     """Return all settings that affect a sample or the stored files, as name -> value. Messages show these names. The
-    number of processes and ``--batch_size`` are left out, because they change only the rounding of matrix products.
-    weights: result of :func:`digest_of_weights`, if it is known."""
+    number of processes and ``--batch_size`` are left out, because they only change how matrix products are rounded.
+    weights: result of :func:`digest_of_weights`, if known."""
     flags, objective, conditioner = sampling.flags, sampling.objective, sampling.conditioner
     codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
     vae = tensors_digest(codec.vae.state_dict())[:16] if isinstance(codec, FrozenVAE) else ""
@@ -329,14 +329,14 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
 
 
 def digest_of_weights(sampling: SamplingRun) -> str:
-    """Hash the model's full tensors. All ranks over which the model's layers are divided must call this together."""
+    """Hash the model's full tensors. All ranks that divide the model's layers must call this."""
     model, mesh = sampling.model, sampling.mesh
     divided = mesh.tp_size > 1
     return tensors_digest(_GatheredTensors(model, layout_of(model, mesh)) if divided else model.state_dict())[:16]
 
 
 class _GatheredTensors(Mapping[str, Tensor]):
-    """The full tensors of a model whose layers are divided over ranks. Each is gathered when it is read."""
+    """The full tensors of a model with layers divided over ranks. A tensor is gathered when it is read."""
 
     def __init__(self, model: DiT, layout: Layout):
         self._own, self._layout = model.state_dict(), layout
@@ -355,8 +355,9 @@ class _GatheredTensors(Mapping[str, Tensor]):
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Hash tensors' names, dtypes, shapes and contents, on their device.
 
-    Contents are read as integers and summed, modulo 2^64, each times an odd factor that depends on its position. The
-    hash is not cryptographic, but any changed integer changes it. On a GPU it takes milliseconds, SHA-256 seconds."""
+    Contents are read as integers. Each integer is multiplied by an odd factor that depends on its position. The
+    products are summed modulo 2^64, so any changed integer changes the hash. It is not cryptographic. On a GPU it takes
+    milliseconds, SHA-256 seconds."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -366,8 +367,8 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def weighted_sum(words: Tensor) -> int:
-    """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64, computed in pieces. For an even start s, (s
-    + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1), so all pieces use the same tensor of factors."""
+    """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64. It is computed in pieces with one tensor of
+    factors: for an even start s, (s + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1)."""
     size, device = WORDS_AT_ONCE[words.device.type], words.device
     factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
     products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)

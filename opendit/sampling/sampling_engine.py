@@ -1,6 +1,6 @@
 """The sampling engine: draws batches of latents with one model, and replays each step as one CUDA graph.
 
-``opendit.diffusion.objectives.base.sample_latents`` implements the same algorithm in a few lines, but slower."""
+``opendit.diffusion.objectives.base.sample_latents`` is a shorter but slower implementation."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ from opendit.sampling import approximate_steps
 from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
 from opendit.sampling.prepared_model import PreparedModel
 
-TABLE_BYTES = 256 << 20  # enough for DiT-XL/2's modulations for 50 steps of 12 guided samples, or 10 steps of 64
+TABLE_BYTES = 256 << 20  # enough for DiT-XL/2 with 12 guided samples and 50 steps, or 64 samples and 10 steps
 LOOPS = 4  # maximum number of batch sizes whose recordings are stored
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ class SamplingEngine:
     """Draws latents with one model and one set of settings. The model's weights must not change or move.
 
     The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. If recording is
-    not possible, the same code runs kernel by kernel, and ``note`` says why. With float8 operations, weights are cast
-    once.
+    not possible, steps run kernel by kernel, and ``note`` says why. With float8 operations, weights are cast once.
 
     Args:
         model: on its device, in its precision and in eval mode.
@@ -104,10 +103,10 @@ class SamplingEngine:
         channels = model.config.in_channels, model.config.out_channels
         times = evaluation_times(objective, name, steps, channels, model.device)
         most = max(map(len, times))
-        # Pad steps with fewer evaluations with the time of their first evaluation. Nothing reads the padding.
+        # Pad steps with fewer evaluations by their first evaluation's time. Nothing reads the padding.
         self._times = torch.stack([torch.cat([t, t[:1].repeat_interleave(most - len(t), dim=0)]) for t in times])
         self.evaluated = 0  # block evaluations (one for each block and batch row) in all batches so far
-        self._full_work = 0  # block evaluations that all ranks together would need without approximations
+        self._full_work = 0  # block evaluations that all ranks would need without approximations
         # batch size -> loop; the most recently used loop is last
         self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder = loops, recorder
@@ -137,13 +136,12 @@ class SamplingEngine:
 
         Args:
             y: conditions of the B samples, on the model's device.
-            null: the condition of guidance's unconditional half, as a batch of 1, or of B for negative prompts.
+            null: the condition of guidance's unconditional half, as a batch of 1 or B.
             index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and these indices.
-            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames with which clips begin. They
-                are unchanged in the result, except for models with ``given_beside``.
+            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the clips' first frames. The result
+                contains these latents, except for models with ``given_beside``.
             progress: wraps the iterable of steps, such as tqdm.
-            callback: ``callback(i, x)`` is called after step i with the sampler's x (B, C, ...), which it must not
-                change.
+            callback: ``callback(i, x)`` is called after step i with a copy of the sampler's x (B, C, ...).
 
         Raises ValueError if y and index differ in length, null does not fit y, or the model takes no conditioning
         frames.
@@ -173,7 +171,7 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Block evaluations of this rank in all batches so far, relative to those of all sharing ranks without
+        """This rank's block evaluations so far, divided by the evaluations that all sharing ranks would need without
         approximations."""
         return self.evaluated / max(1, self._full_work)
 
@@ -225,9 +223,9 @@ def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
 def evaluation_times(
     objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
-    """Return the times t at which sampler ``name`` evaluates the network in every step, each (evaluations,), or
-    (evaluations, K) for K times. The sampler runs with a network that predicts zeros. channels: of the network's input
-    and output."""
+    """Return the times t at which the sampler ``name`` evaluates the network, for every step (evaluations,), or
+    (evaluations, K) for K times. To find the times, the sampler runs with a network that predicts zeros. channels:
+    numbers of the network's input and output channels."""
     seen: list[list[Tensor]] = []
 
     def network(x: Tensor, t: Tensor) -> Tensor:
@@ -247,7 +245,7 @@ def evaluation_times(
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings that all batches of an engine share. The fields are those of :class:`SamplingEngine`."""
+    """Settings that all batches of an engine share. :class:`SamplingEngine` describes the fields."""
 
     model: DiT
     objective: Objective
@@ -270,10 +268,10 @@ class NotRecordedError(RuntimeError):
 class SamplingLoop:
     """Draws batches of ``samples`` samples: call ``begin``, then ``advance`` for every step, then ``latents``.
 
-    All inputs and outputs of a step are in static memory, including the step's index, which the step increments. So one
-    recording serves all steps of a kind: they call the same model, have the same kinds of inputs, and skip the same
-    parts of the network. The first step of a kind runs kernel by kernel, to compile kernels and initialise libraries.
-    The second step of the kind is recorded. times: (steps, evaluations), see :class:`PreparedModel`."""
+    All inputs and outputs of a step are in static memory, and so is the step's index. So one recording serves all steps
+    of a kind: they call the same model, have the same kinds of inputs, and skip the same work. The first step of a kind
+    runs kernel by kernel, to compile kernels and initialise libraries. The second step of the kind is recorded. times:
+    (steps, evaluations), see :class:`PreparedModel`."""
 
     def __init__(self, settings: LoopSettings, times: Tensor, samples: int):
         self.settings, self.samples = settings, samples
@@ -301,7 +299,7 @@ class SamplingLoop:
         forward = self._active if settings.around is None else settings.around(self._active)
         self._guidance = approximate_steps.ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
-        # ``begin`` sets the noise of a batch. Until then, a tensor of the same shape stands for it.
+        # ``begin`` sets the batch's noise. Until then, ``like`` is a placeholder.
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
         self._inputs: StepInputs | None = None
         self._like, self._trajectory = like, trajectory
@@ -321,11 +319,11 @@ class SamplingLoop:
         self.fused = self._fuse()  # fused kernels for the start and the end of a step; None: use torch operations
         # kind of step -> function that replays the graph of this kind
         self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}
-        # kind of step that has run -> (block evaluations in this step, block evaluations without approximations)
+        # kind of step that has run -> number of block evaluations, (with, without) approximations
         self._work: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self.evaluated = self.full_work = 0  # sums of these two numbers over the current batch's steps so far
+        self.evaluated = self.full_work = 0  # sums of both numbers over the current batch
         self._addresses: tuple[int, ...] = ()
-        self._end = 0  # end of the range of steps whose modulations and inputs are in the tables
+        self._end = 0  # first step that is not in the tables
 
     def _weak_half(self) -> approximate_steps.WeakHalf | None:
         route, model = self.settings.weak, self.settings.model
@@ -340,8 +338,8 @@ class SamplingLoop:
         return self._active.network
 
     def _guided(self):
-        """Return the function of (x, t) that the sampler calls: the network with guidance. Guidance passes row numbers
-        instead of conditions, by which the network finds its precomputed tensors."""
+        """Return the function of (x, t) that the sampler calls: the guided network. Guidance passes row numbers instead
+        of conditions, because the network reads its conditions from tables."""
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
@@ -389,10 +387,10 @@ class SamplingLoop:
             self._inputs = StepInputs(self.sampler, self._like, self.network.capacity)
             self.recordings.clear()
         addresses = tuple(address for network in self._networks for address in network.addresses)
-        if self._addresses != addresses:  # drop the recordings, which would read memory that has been freed
+        if self._addresses != addresses:  # the recordings would read freed memory
             self._addresses = addresses
             self.recordings.clear()
-            self._work.clear()  # new shapes, such as longer captions, may need kernels that must first be compiled
+            self._work.clear()  # new shapes, such as longer captions, may need other kernels to be compiled
             self.stack.clear()
         self.sampler.noise_fn = keyed_noise(seed, index, self.shape)
         start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
@@ -401,10 +399,10 @@ class SamplingLoop:
         self._end = self.evaluated = self.full_work = 0
 
     def advance(self, i: int, recorder: Recorder | None = None) -> None:
-        """Run step i, in order. recorder: records the step; None to run it kernel by kernel. Raises NotRecordedError if
+        """Run step i, in order. recorder: records the step; None runs it kernel by kernel. Raises NotRecordedError if
         the step can't be recorded; the step has then not been run."""
         if self.network is not self._networks[self._which[i]]:
-            # Step i uses a different network from the previous step. Its tables must be filled from step i on.
+            # The network changes at step i. Fill the new network's tables from step i on.
             self._active.network, self._end = self._networks[self._which[i]], i
         if i == self._end:
             count = self.network.fill(i)
@@ -424,8 +422,8 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: approximate_steps.Mode, recorder: Recorder | None) -> None:
-        """Run step i, or part of it, in this mode: kernel by kernel for the first run of a kind or without a recorder,
-        otherwise by replaying a CUDA graph."""
+        """Run step i in this mode. The first step of a kind, or any step without a recorder, runs kernel by kernel.
+        Other steps replay a CUDA graph."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -463,7 +461,7 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except approximate_steps.FirstBlockDone:
             return
-        # Clone tensors that are in both states, because the copies below could overwrite them before they are read.
+        # Clone tensors that are in both states. Otherwise the copies below could overwrite a tensor before reading it.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)
@@ -475,8 +473,8 @@ class SamplingLoop:
 
 
 class ActiveNetwork:
-    """Calls the network of the current step, which a loop with two networks replaces between steps. Guidance refers to
-    this object, because only the garbage collector could free a loop that refers to itself."""
+    """Calls the current step's network. A loop with two networks changes ``network`` between steps. Guidance refers to
+    this object instead of the loop, because a loop that refers to itself is freed late, by the garbage collector."""
 
     network: PreparedModel
 
@@ -488,21 +486,21 @@ class ActiveNetwork:
 
 
 class StepInputs:
-    """Tables of a sampler's ``inputs`` for up to ``capacity`` steps, from which samples at different steps can read.
-    Numbers (one per step, or per sample) are in one table per dtype. An input with x's shape (noise) has a separate
-    table.
+    """Tables of a sampler's ``inputs`` for up to ``capacity`` steps. Samples at different steps can read from the
+    tables. Numbers (one per step, or per sample) are in one table per dtype. An input with x's shape (noise) has a
+    separate table.
 
-    sampler: a sampler for B samples; its ``noise_fn`` may be called for any step. like: a tensor of x's shape and
+    sampler: a sampler for B samples; ``sampler.noise_fn`` may be called for any step. like: a tensor of x's shape and
     dtype."""
 
     def __init__(self, sampler: Sampler, like: Tensor, capacity: int):
         self.sampler, self.samples, self.capacity, self._rank = sampler, len(like), capacity, like.dim()
         inputs = [sampler.inputs(i) for i in range(sampler.steps)]
         self.type: Any = type(inputs[0])
-        # For each step, which inputs are not None. Steps with different inputs are recorded separately.
+        # For each step and input, False if the input is None. Steps that differ here are recorded separately.
         self.present = [tuple(value is not None for value in step) for step in inputs]
         self._large: dict[int, Tensor] = {}  # index of the input -> its table (capacity * B, C, ...)
-        # index of the input -> (dtype of its table, row in the table, True if the input is a scalar)
+        # index of the input -> (the table's dtype, the row in the table, True for a scalar)
         self._place: dict[int, tuple[torch.dtype, int, bool]] = {}
         lines: dict[torch.dtype, list[Tensor]] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):
@@ -532,8 +530,8 @@ class StepInputs:
                     table[i * B : (i + 1) * B].copy_(inputs[number])
 
     def at(self, step: Tensor, rows: Tensor, present: tuple[bool, ...]) -> NamedTuple:
-        """Return the inputs of the samples ``rows`` = (0, ..., B - 1) at the steps with indices ``step`` (B,) in the
-        tables. present: for each input, False if it is None at these steps."""
+        """Return the inputs of the samples ``rows`` = (0, ..., B - 1). step: (B,), each sample's step, counted from the
+        tables' first step. present: for each input, False if it is None."""
         cells = torch.add(rows, step, alpha=self.samples)
         numbers = {dtype: table.index_select(1, cells).unbind(0) for dtype, table in self._tables.items()}
         values: list[Tensor | None] = []

@@ -121,7 +121,7 @@ class SamplingRun:
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
         """Return a function that wraps an iterable of steps and measures their time; None without --profile. The first
-        two steps of each batch size are a separate stage, because they compile kernels and record the CUDA graph."""
+        two steps of a batch size are a separate stage, because they compile kernels and record the CUDA graph."""
         if not self.flags.profile:
             return None
         first = samples not in self._profiled
@@ -136,8 +136,8 @@ class SamplingRun:
 
 
 def load_run(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
-    """Load the model, its VAE and the conditions of all samples, and lock --output. All ranks must call this together.
-    Raises ValueError or OSError with a message for the user."""
+    """Load the model, its VAE and the conditions of all samples, and lock --output. All ranks must call this. Raises
+    ValueError or OSError with a message for the user."""
     torch.set_float32_matmul_precision("highest")
     flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
     fix = "wait for its end, or give another --output"
@@ -206,7 +206,7 @@ def _load(
     shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     what, divided = (flags, mesh.device, dtype, config.head_dim, config.tokens), tensor_group(mesh)
-    # Kernels for inference read the full weight of a projection, so they don't work if ranks hold shards of it.
+    # Inference kernels read a projection's full weight, so they can't be used if ranks hold shards.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
     strategy: Any = shares  # Any, because the object implements only those methods that this model calls
@@ -288,21 +288,21 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
 
 
 def is_endless(config: DiTConfig, size: tuple[int, ...], device: torch.device) -> bool:
-    """Return True if drawing clips of ``size`` latents with a public model takes hours, because there is no GPU."""
+    """Return True if a public model would draw clips of ``size`` latents for hours, because there is no GPU."""
     long = math.prod(config.grid_of(size)) > 4096
     return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu" and long
 
 
 def samples_at_once(flags: "SampleConfig") -> int:
-    """Return the batch size of one call of the model. Guidance doubles it, unless processes share its halves."""
+    """Return the model's batch size in one call. Guidance doubles the batch, unless processes share its halves."""
     return flags.batch_size * (1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2)
 
 
 def conditions_to_draw(
     flags: "SampleConfig", config: DiTConfig, weights: Weights, conditioner: Conditioner
 ) -> tuple[Condition, Tensor, list[str]]:
-    """Return (conditions of all classes or prompts, index of each sample's condition, name of each condition). Raises
-    ValueError for a class that the model does not have."""
+    """Return the conditions of all classes or prompts, each sample's index into them, and their names. Raises
+    ValueError for an unknown class."""
     if config.text is None:
         names = loading.class_names(config, weights)
         return torch.arange(len(names), device=conditioner.device), choose_labels(flags, names), names
@@ -313,8 +313,8 @@ def conditions_to_draw(
 
 
 def choose_labels(flags: "SampleConfig", names: list[str]) -> Tensor:
-    """Return the label of every sample, (N,) int64. Raises ValueError for an unknown class. A number in --class_labels
-    is always a label, even if a class has that name."""
+    """Return the label of every sample, (N,) int64. A number in --class_labels is always a label, even if a class has
+    that name. Raises ValueError for an unknown class."""
     if flags.class_labels:
         labels = torch.tensor([_label(str(word), names) for word in flags.class_labels])
         return labels[torch.arange(flags.num_samples or len(labels)) % len(labels)]
