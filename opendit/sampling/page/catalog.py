@@ -1,6 +1,5 @@
 """List the files that the page may read: the runs in one folder, and the checkpoints named on the command line. A name
-from a browser is looked up in a listing and never becomes part of a path. Links out of the folder of runs are refused.
-"""
+from a browser is only looked up in these lists. Links out of the folder of runs are refused."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from opendit.models.zoo import Weights
 from opendit.sampling.model_loading import class_names
 
 NEWEST = "newest"
-EXAMPLES, LONGEST_EXAMPLE = 3, 200  # maximum number of example captions of a model, and of characters in each
+EXAMPLES, LONGEST_EXAMPLE = 3, 200  # maximum number of a model's example captions, and characters in each
 MOST_GRIDS, GRID_BYTES = 10_000, 64 * MIB
 _GRID = re.compile(r"[0-9]{7,12}\.png")
 
@@ -44,7 +43,7 @@ class ModelCard:
 
     Attributes:
         clips: True if the model draws clips, False if it draws pictures.
-        captions: True if the model is conditioned on captions, False if on ``classes``, whose names these are.
+        captions: True if the model is conditioned on captions, False if on ``classes`` (names).
         samplers: names of the usable samplers, the default sampler first.
         guided: True if the model has a null condition.
         size: text such as "256 x 256 pixels".
@@ -84,8 +83,8 @@ class ModelCard:
 
 @dataclass
 class Catalog:
-    """The runs in ``outputs``, and the checkpoints (``extra``) and LoRAs (``lora``) named on the command line, name ->
-    path. Every method call lists the files again."""
+    """The runs in ``outputs``, and the checkpoints (``extra``) and LoRAs (``lora``) from the command line, name ->
+    path. Every call lists the files again."""
 
     outputs: Path
     extra: dict[str, Path] = field(default_factory=dict)
@@ -108,7 +107,7 @@ class Catalog:
         return [path.name for path in folders if path.is_dir() and self.inside(path) and _is_text(path.name)]
 
     def refused(self) -> list[str]:
-        """Return the names of runs that are links out of the folder of runs, or whose names are not UTF-8."""
+        """Return the names of runs that are links out of the folder of runs, or have names that are not UTF-8."""
         folders = [path for path in run_folders(self.outputs) if path.is_dir()]
         return [path.name for path in folders if not self.inside(path) or not _is_text(path.name)]
 
@@ -119,7 +118,7 @@ class Catalog:
         return self.outputs / name
 
     def file(self, run: str, name: str) -> Path | None:
-        """Return the path of a file in a run; None if it is not a regular file or leads out of the folder of runs.
+        """Return the path of a file in a run; None if the file is not regular or leads out of the folder of runs.
         ``name`` must never come from a browser."""
         path = self.run(run) / name
         try:
@@ -139,8 +138,8 @@ class Catalog:
         return found[-MOST_GRIDS:]
 
     def grid(self, run: str, name: str) -> Path:
-        """Return the path of a listed sample grid. Raises ValueError if it is too large, or leads out of the folder of
-        runs."""
+        """Return the path of a listed sample grid. Raises ValueError if the grid is too large, or leads out of the
+        folder of runs."""
         if name not in self.grids(run):
             raise ValueError("no such grid")
         path = self.run(run) / "samples" / name
@@ -197,7 +196,7 @@ class Catalog:
         folder = self._folder(source, checkpoint)
         if average not in self.averages(source, checkpoint):
             raise ValueError(f"{source}, {folder.name} does not have these weights; refresh the page")
-        # Refer to the newest checkpoint by its run's path, so that loading can fall back to an older checkpoint.
+        # For the newest checkpoint return its run's path, so that loading can fall back to an older checkpoint.
         by_run = checkpoint == NEWEST and average in ("ema", "model")
         for each in self._checkpoints(source) if by_run else [folder]:
             self._refuse_links_out(each)
@@ -208,7 +207,7 @@ class Catalog:
         return WeightsChoice(name, find_weights(folder, average), "ema", mark)
 
     def loras(self) -> list[str]:
-        """Return the names of the LoRAs: those named on the command line, and the runs of ``train.py --lora``."""
+        """Return the LoRAs' names: those from the command line, and runs of ``train.py --lora``."""
         return [*self.lora, *(name for name in self.runs() if self.has_checkpoint(name) and self._is_lora(name))]
 
     def _is_lora(self, run: str) -> bool:

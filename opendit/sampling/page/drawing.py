@@ -41,16 +41,16 @@ from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.training_queue import TrainingQueue
 from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, DrawSettings, Pipeline
 
-MOST_TEXT = 20_000  # maximum number of characters of all captions together
+MOST_TEXT = 20_000  # maximum characters in all captions of a request
 MOST_CAPTION = 2_000
 MOST_LORAS = 8
-MOST_PICTURE, PICTURE_S = 800_000, 5.0  # maximum number of characters of a picture; seconds allowed to decode it
+MOST_PICTURE, PICTURE_S = 800_000, 5.0  # maximum characters of an encoded picture; maximum seconds to decode it
 CACHES = ("taylor:2", "taylor:3", "taylor:4", "first_block:0.06", "first_block:0.1")  # others: docs/sampling.md
 MOST_WAITING = 16  # maximum number of waiting requests
 POLL_S = 0.1  # seconds between two checks of a drawing's progress
 KEY = "opendit"  # key of the settings in a PNG; in an MP4 the settings are the comment
 MOST_BYTES = 512 * MIB
-PREFIX = "opendit-page-"  # prefix of the name of a folder of samples
+PREFIX = "opendit-page-"  # prefix of the names of sample folders
 
 
 # --------------------------------------------------------------------------------------------------------- the request
@@ -59,8 +59,8 @@ PREFIX = "opendit-page-"  # prefix of the name of a folder of samples
 @dataclass(frozen=True)
 class DrawingRequest:
     """A request to draw samples. what: one class or caption per sample, or the number of unconditional samples. image:
-    the picture that clips begin with. labels: class or caption of every sample, as text. recorded: the settings to
-    write into the samples' files."""
+    the picture that clips begin with. labels: every sample's class or caption, as text. recorded: settings to write
+    into the samples' files."""
 
     weights: WeightsChoice
     what: int | tuple[int | str, ...]
@@ -150,7 +150,7 @@ def read_forms(
 
 
 def same_conditions(first: ModelCard, second: ModelCard, what: WhatForm) -> None:
-    """Raise ValueError unless both models take captions, or have the same names for the chosen classes."""
+    """Raise ValueError unless both models take captions, or give the chosen classes equal names."""
     if first.captions != second.captions:
         raise ValueError("one of the two models takes captions and the other classes: nothing to compare by")
     for number in [] if first.captions else _classes(what.classes, first):
@@ -243,13 +243,13 @@ def number_in(name: str, value: Any, low: float, high: float, whole: bool = Fals
 
 @dataclass(eq=False)
 class Drawing:
-    """A request in the queue, of the browser ``session``. Any thread may read its progress or cancel it.
+    """A browser's request in the queue. session: the browser. Any thread may read the progress or cancel the request.
 
     Attributes:
         stage: "waiting", "loading" or "drawing".
         progress: fraction of the sampling steps that are done, from 0 to 1.
         notes: remarks about the weights; empty until the weights are loaded.
-        batch, stored: the token of the stored samples, and the samples (see :meth:`SampleStore.add`).
+        batch, stored: token of the stored samples, and the samples, see :meth:`SampleStore.add`.
     """
 
     request: DrawingRequest
@@ -280,8 +280,8 @@ class Drawing:
 
 
 class DrawingQueue:
-    """Draws requests in the order in which they arrive, ``batch_size`` samples at a time. Only one model is in memory:
-    before the queue calls ``load(choice)`` for other weights, it frees the current model."""
+    """Draws requests in the order of arrival, ``batch_size`` samples at a time. Only one model is in memory: the queue
+    frees the current model before it calls ``load(choice)`` for other weights."""
 
     def __init__(
         self, load: Callable[[WeightsChoice], Pipeline], batch_size: int = 32, most_waiting: int = MOST_WAITING
@@ -389,7 +389,7 @@ def is_for_people(error: BaseException) -> bool:
 
 
 def without_traceback(error: BaseException) -> BaseException:
-    """Return the error without its traceback, which would keep the model and its activations in memory."""
+    """Return the error without tracebacks, because tracebacks keep the model and its activations in memory."""
     cause: BaseException | None = error
     while cause is not None:
         cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
@@ -401,7 +401,7 @@ def without_traceback(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True)
 class StoredSample:
-    """A stored sample. token: last part of its URL. name: file name for downloads. label: class or caption. size:
+    """A stored sample. token: last component of the URL. name: file name for downloads. label: class or caption. size:
     height and width in pixels. bytes: size of the file ``path``."""
 
     token: str
@@ -414,9 +414,8 @@ class StoredSample:
 
 
 class SampleStore:
-    """Stores samples in a temporary folder. If they have more than ``most_bytes`` together, the oldest are deleted, but
-    never the most recent batch. The constructor deletes the folders of killed pages. On exit, the store deletes its
-    folder."""
+    """Stores samples in a temporary folder, which is deleted on exit. If the samples exceed ``most_bytes``, the oldest
+    batches are deleted, but never the newest. The constructor deletes the folders of killed pages."""
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         delete_abandoned()
@@ -434,9 +433,9 @@ class SampleStore:
         self._in_use.release()
 
     def add(self, samples: list[Any], request: DrawingRequest) -> tuple[str, list[StoredSample]]:
-        """Write the samples that a ``Pipeline`` has drawn. Return a token for the batch, and the stored samples. Every
-        file contains the request's ``recorded`` settings, and the sample's "label" and "number". If writing fails, none
-        of these samples is stored, and OSError is raised."""
+        """Write the samples that a ``Pipeline`` has drawn. Return the batch's token, and the stored samples. Every file
+        contains the request's ``recorded`` settings, and the sample's "label" and "number". If writing fails, no sample
+        of the batch is stored, and OSError is raised."""
         stored: list[StoredSample] = []
         try:
             for number, (sample, label) in enumerate(zip(samples, request.labels, strict=True)):
@@ -511,7 +510,7 @@ class Page:
         cards: the cards of checkpoints without metadata, by name.
         most_samples: maximum number of samples of one request.
         evaluations: folder with the results.jsonl of ``opendit evaluate``.
-        training: queue of the runs that users start from the page; None if the page must not start runs.
+        training: queue of runs that users start from the page; None if the page can't start runs.
     """
 
     catalog: Catalog
@@ -530,8 +529,8 @@ class Page:
         return card
 
     async def draw(self, session: str, requests: list[DrawingRequest]) -> AsyncIterator[str | list[Drawing]]:
-        """Draw and store the requests of a browser. Yield the progress as HTML; at the end the finished drawings, or a
-        message as HTML if they are cancelled or fail."""
+        """Draw and store a browser's requests. Yield the progress as HTML, and at last the finished drawings. If they
+        are cancelled or fail, the last value is a message as HTML."""
         drawings: list[Drawing] = []
         try:
             for request in requests:

@@ -29,8 +29,8 @@ from opendit.sampling.page.drawing import (
 from opendit.sampling.page.views import HTML, PRIVATE, escaped
 from opendit.sampling.pipeline import MOST_STEPS
 
-FIRST_CLASSES = 10  # number of classes that are selected when a user chooses a model
-SHOWN = 132  # approximate side in pixels to which smaller samples are enlarged
+FIRST_CLASSES = 10  # number of classes that are selected for a new model
+SHOWN = 132  # smaller samples are enlarged to about this side in pixels
 EXACT = (
     "<b>exact</b> evaluates the whole network, and guidance, at every step: the samples that sample.py draws. "
     "What leaves blocks or guidance out is faster, and draws other samples: Compare shows by how much."
@@ -116,7 +116,7 @@ class WeightsPicker:
         """Return an update of the list of sources. It keeps the choice ``source`` if this source still exists."""
         sources = self.page.catalog.sources()
         if source in sources:
-            return gr.update(choices=sources)  # without a value, which could undo a choice that was made meanwhile
+            return gr.update(choices=sources)  # without a value, because a value could undo a newer choice
         return gr.update(choices=sources, value=sources[0] if sources else None)
 
     def follow(self, source: Any, checkpoint: Any, average: Any) -> tuple[list[Any], ModelCard | None]:
@@ -199,8 +199,8 @@ class WhatPicker:
 
 
 def connect(weights: WeightsPicker, what: WhatPicker | None, events: list[Callable[..., Any]]) -> None:
-    """Update the fields of ``weights`` and ``what`` whenever a user chooses other weights or one of ``events`` occurs.
-    The events also update the list of sources."""
+    """Update the fields of ``weights`` and ``what`` when a user chooses other weights, or when one of ``events``
+    occurs. The events also update the list of sources."""
     inputs = [weights.source, weights.checkpoint, weights.average]
     outputs = [*inputs, weights.card, weights.sampler]
     chosen = list(inputs)
@@ -220,7 +220,7 @@ def connect(weights: WeightsPicker, what: WhatPicker | None, events: list[Callab
 
 
 def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
-    """Create the tab Sample, which draws pictures or clips from one checkpoint."""
+    """Create the tab Sample. It draws pictures or clips from one checkpoint."""
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             weights = WeightsPicker(page)
@@ -253,7 +253,7 @@ def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
 
 
 def compare_tab(page: Page, blocks: gr.Blocks) -> None:
-    """Create the tab Compare, which draws from two checkpoints, or with two settings, from the same seed."""
+    """Create the tab Compare. It draws from two checkpoints, or with two settings, from one seed."""
     with gr.Row():
         with gr.Column(min_width=280):
             gr.HTML('<div class="card"><b>A</b></div>', **HTML)
@@ -300,7 +300,7 @@ def _request(page: Page, how: SettingsForm, what: WhatForm) -> DrawingRequest:
 def _starter(
     page: Page, read: Callable[..., list[DrawingRequest]], show: Callable[[list[Drawing]], tuple[str, str]]
 ) -> Callable[..., AsyncIterator[tuple[Any, Any]]]:
-    """Return an event handler that draws what ``read(*values)`` returns, and shows finished drawings by ``show``."""
+    """Return an event handler that draws the requests ``read(*values)`` and shows the finished drawings by ``show``."""
 
     async def start(request: gr.Request, *values: Any) -> AsyncIterator[tuple[Any, Any]]:
         try:

@@ -21,18 +21,18 @@ from opendit.sampling.page.drawing import Page
 from opendit.sampling.page.views import HTML, PRIVATE
 
 METRICS = {"loss": "loss", "grad_norm": "gradient norm", "samples_per_s": "samples a second"}
-POINTS = 400  # maximum number of points in a curve; neighbouring points of longer curves are averaged
-MOST_POINTS = 40_000  # maximum number of points of a curve in memory
+POINTS = 400  # maximum number of points in a plotted curve; longer curves are averaged
+MOST_POINTS = 40_000  # maximum number of a curve's points in memory
 RESULTS = ("results.jsonl", "evaluation/results.jsonl")
 RESULT_BYTES = 4 * MIB
 RESULT_FIELDS = ("metric", "value", "interval", "count", "samples", "reference", "sampler", "steps", "guidance", "time")
-FIRST_RUNS = 8  # number of the newest runs whose curves are shown until a user chooses runs
+FIRST_RUNS = 8  # the curves of this number of newest runs are shown at first
 REFRESH_S = 10
 COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
 
 
 def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float, str]]]:
-    """Return for each of ``METRICS`` the points (step, value, run) of all ``runs``."""
+    """Return, for every metric in ``METRICS``, the points (step, value, run) of all ``runs``."""
     found: dict[str, list[tuple[int, float, str]]] = {metric: [] for metric in METRICS}
     for run in runs:
         if (log := catalog.file(run, "log.jsonl")) is not None:
@@ -53,7 +53,7 @@ class LogReader:
         self._points: dict[str, list[tuple[int, float]]] = {metric: [] for metric in METRICS}
 
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the points (step, value) for each of ``METRICS``, at most ``POINTS`` each. Raises OSError."""
+        """Return the points (step, value) of every metric, at most ``POINTS`` per metric. Raises OSError."""
         with self._lock, open(self._path, "rb") as log:
             known = os.fstat(log.fileno())
             log.seek(self._place - len(self._last))
@@ -85,12 +85,12 @@ class LogReader:
                 points[:] = thinned(sorted(points), MOST_POINTS // 2)
 
 
-log_reader = lru_cache(maxsize=64)(LogReader)  # the same log always has the same reader
+log_reader = lru_cache(maxsize=64)(LogReader)  # later calls for a path return the earlier reader
 
 
 def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:
-    """Reduce a curve to ``most`` points if it has more. Groups of neighbouring points become one point, with their mean
-    value and their last step. The last point does not change."""
+    """Reduce a curve to ``most`` points if it has more. A group of neighbouring points becomes one point, with the mean
+    value and the last step. The curve's last point does not change."""
     if len(points) <= most:
         return points
     *earlier, last = points
@@ -100,8 +100,8 @@ def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[i
 
 
 def read_results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
-    """Return a run's results of ``opendit evaluate``, newest first: those in the run's folder, and those in the folder
-    ``evaluations`` whose weights are inside the run's folder."""
+    """Return a run's results of ``opendit evaluate``, newest first. The results come from files in the run's folder.
+    Results in ``evaluations`` are added if the evaluated weights are in the run's folder."""
     found, root = [], catalog.run(run).resolve()
     for name in RESULTS:
         if (path := catalog.file(run, name)) is not None:
@@ -132,8 +132,8 @@ def _lies_in(samples: Any, folder: Path) -> bool:
 
 
 def read_starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
-    """Return a record for each start or resume of the run, in order. Early versions of OpenDiT stored none, and the
-    content of config.json is the only record. Raises ValueError for a damaged file."""
+    """Return a record for each start or resume of the run, in order. Early versions of OpenDiT stored only one record,
+    the content of config.json. Raises ValueError for a damaged file."""
     if (path := catalog.file(run, "config.json")) is None:
         return []
     content = read_file(path, RUN_CONFIG)
@@ -147,7 +147,7 @@ def changed_flags(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def runs_tab(page: Page, blocks: gr.Blocks) -> None:
-    """Create the tab Runs, which shows curves of several runs in one plot, and grids, flags and starts of one run."""
+    """Create the tab Runs. It shows several runs' curves in one plot, and one run's grids, flags and starts."""
     catalog = page.catalog
     with gr.Row():
         shown = gr.Dropdown([], multiselect=True, label="Curves of", interactive=True, scale=6)
@@ -216,7 +216,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
 
 
 def plots(catalog: Catalog, runs: list[str]) -> tuple[list[str], str]:
-    """Return one plot of the runs' curves for each of ``METRICS``, and the legend of all plots."""
+    """Return one plot of the runs' curves per metric, and the legend of all plots."""
     colors = dict(zip(runs, itertools.cycle(COLORS), strict=False))
     try:
         found = curves(catalog, runs)

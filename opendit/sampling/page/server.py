@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Gradio reads this variable when it is imported
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Gradio reads this variable on import
 
 import gradio as gr  # noqa: E402
 import uvicorn  # noqa: E402
@@ -34,15 +34,14 @@ from opendit.sampling.page.training_queue import TrainingQueue  # noqa: E402
 from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
-MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further events are refused
+MOST_EVENTS = 64  # maximum number of waiting events; further events are refused
 MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
 MOST_SILENT = 128  # maximum number of open connections that wait for a request
-REQUEST_S = 10  # seconds from the opening of the connection, or the last answer, until a request's headers arrive
-BODY_S = 30  # seconds for the body of a request to arrive
+REQUEST_S = 10  # maximum seconds that the page waits for a request's headers
+BODY_S = 30  # maximum seconds for a request's body to arrive
 GOODBYE_S = 2  # seconds that running requests may still take when the page stops
 FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # system fonts
-# All requests that the page makes. The guard refuses all other requests, although Gradio would answer them (uploads,
-# files, a proxy, calls of programs).
+# All requests that the page makes. The guard refuses all others, such as uploads, although Gradio would answer them.
 GET = re.compile(
     r"/|/config|/theme\.css|/manifest\.json|/favicon\.ico|/robots\.txt|/(assets|static|svelte)/[\w./@-]+"
     r"|/gradio_api/(queue/data|startup-events|heartbeat/\w+)|/drawn/[\w-]+(\.zip)?|/grid/[^/]+/\d+\.png"
@@ -67,9 +66,9 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware that refuses requests that must not reach the page. password: for HTTP basic authentication, with
-    any user name, or None. hosts: names by which a browser may address the page; None for any. Checking the name
-    prevents DNS rebinding, in which another site makes its own name resolve to this machine."""
+    """ASGI middleware that refuses requests that must not reach the page. password: for HTTP basic authentication with
+    any user name; None for no password. hosts: names by which a browser may address the page; None for any name.
+    Checking the name prevents DNS rebinding: another site's name could resolve to this machine."""
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
         self._app, self._hosts, self._running = app, hosts, 0
@@ -79,7 +78,7 @@ class Guard:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
-            return None  # refuse websockets, which the page does not use
+            return None  # refuse websockets; the page uses none
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if refusal := self._refusal(scope["method"], scope["path"], headers):
             if refusal[0] == 401 and "authorization" in headers:
@@ -139,8 +138,8 @@ def _name_of(host: str) -> str:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Wrap ``receive``. The wrapper reports a disconnection if a body has more than BODY_BYTES, whatever its declared
-    length, or is incomplete after BODY_S."""
+    """Wrap ``receive``. The wrapper reports a disconnection if a body exceeds BODY_BYTES, whatever its declared length,
+    or is incomplete after BODY_S."""
     seen, complete, latest = 0, False, asyncio.get_running_loop().time() + BODY_S
 
     async def limited() -> dict[str, Any]:
@@ -280,8 +279,8 @@ def load_choice(options: dict[str, Any], choice: WeightsChoice) -> Pipeline:
 
 @contextlib.contextmanager
 def opened(options: dict[str, Any]):
-    """Yield the :class:`Page` for these flags, and close it on exit. Raises ValueError or OSError if a ``--ckpt`` can't
-    be read, or another page uses ``--allow_train``."""
+    """Yield the :class:`Page` for these flags, and close the page on exit. Raises ValueError or OSError if a ``--ckpt``
+    can't be read, or another page uses ``--allow_train``."""
     extra, lora = _named(options["ckpt"]), _named(options["lora"])
     catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), partial(load_choice, options)
     cards = {}
@@ -303,7 +302,7 @@ def opened(options: dict[str, Any]):
 
 
 def _named(paths: list[str]) -> dict[str, Path]:
-    """Return name -> path. The name is the last part of the path, or the whole path if the last part is taken."""
+    """Return name -> path. The name is the path's last component, or the full path if that name is in use."""
     found: dict[str, Path] = {}
     for path in (Path(name).expanduser() for name in paths):
         found[path.name if path.name not in found else str(path)] = path
@@ -313,10 +312,9 @@ def _named(paths: list[str]) -> dict[str, Path]:
 class PatientProtocol(H11Protocol):
     """HTTP/1.1 protocol of uvicorn that closes silent connections, so that they can't block other users.
 
-    A connection that sends no complete request headers is closed after ``REQUEST_S``. If more than ``MOST_SILENT``
-    connections are silent, the one that has been silent longest is closed. uvicorn itself would wait forever for the
-    first request.
-    """
+    A connection without complete request headers is closed after ``REQUEST_S``. If more than ``MOST_SILENT``
+    connections are silent, the longest silent one is closed. uvicorn itself would wait forever for the first
+    request."""
 
     _silence: asyncio.TimerHandle | None = None
 
@@ -337,8 +335,8 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait_for_request(self) -> None:
-        """Start the timer if no request is being answered. A running timer is not restarted, so that a request whose
-        headers arrive slowly gets no extra time."""
+        """Start the timer if no request is being answered. A running timer is not restarted, so slow headers get no
+        extra time."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             return self._stop_waiting()
         if self._silence is not None:
@@ -347,7 +345,7 @@ class PatientProtocol(H11Protocol):
         silent = [each for each in self.connections if isinstance(each, PatientProtocol) and each._silence is not None]
         if len(silent) > MOST_SILENT:
             longest = min(silent, key=lambda each: each._silence.when() if each._silence else 0)
-            # Stop the connection's timer, so that it is not chosen again before its closing is reported.
+            # Stop the timer, so that the closing connection is not chosen again.
             longest._stop_waiting()
             longest.transport.abort()
 
@@ -358,14 +356,14 @@ class PatientProtocol(H11Protocol):
 
 
 class PageServer(uvicorn.Server):
-    """uvicorn server that uses :class:`PatientProtocol` and, when it stops, closes connections that are still open."""
+    """uvicorn server with :class:`PatientProtocol`. When the server stops, it closes open connections."""
 
     def __init__(self, app: Guard):
         options: dict[str, Any] = {"log_level": "warning", "server_header": False}
         super().__init__(uvicorn.Config(app, http=PatientProtocol, timeout_graceful_shutdown=GOODBYE_S, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn would wait for these connections, because a browser keeps one open while it shows the page.
+        # uvicorn would wait for these connections, but every browser that shows the page keeps one open.
         for connection in list(self.server_state.connections):
             connection.transport.close()
         await super().shutdown(sockets)

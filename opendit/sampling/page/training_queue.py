@@ -5,10 +5,9 @@ The state of every run is in files below ROOT, the folder of ``--allow_train``. 
 - ``job.json``: the :class:`Job`
 - ``config.yaml``: the flags, for ``train.py --config``
 - ``output.txt``: the output of the program
-- ``run``: the path of the run's folder; train.py writes this file when training begins
+- ``run``: path of the run's folder, written by train.py when training begins
 
-When a page is started again, it reads these files, finds the runs that are still running, and starts the waiting runs.
-"""
+A restarted page reads these files, finds the running runs, and starts the waiting runs."""
 
 import contextlib
 import os
@@ -38,8 +37,8 @@ MOST_WAITING = 32  # maximum number of waiting jobs
 MOST_SHOWN = 200  # number of newest jobs that are listed
 TICK_S = 1.0  # seconds between two checks of the running jobs
 PROGRAM_S = 300  # time limit in seconds for making a plan or looking at data
-TAIL_BYTES = 16 * 1024  # number of bytes at the end of a program's output that are shown
-# The same value as in opendit/training/interrupt.py, which this package must not import.
+TAIL_BYTES = 16 * 1024  # number of bytes to show from the end of a program's output
+# Equals the value in opendit/training/interrupt.py. This package must not import that module.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 ENDINGS = {"done": "done", "failed": "failed", "hours_up": "stopped", "stopped": "stopped"}
 
@@ -49,7 +48,7 @@ class Job(JsonObject):
 
     Attributes:
         state: "waiting", "started" or "dropped" (from the queue).
-        pid, started, boot: process ID, start time in ticks since boot, and boot, which together identify a process.
+        pid, started, boot: process ID, start time in ticks since boot, and boot. They identify a process.
         began: clock time of the last start.
         gpu: the GPU that the process uses; None for the CPU.
         stopped: True if the user has stopped the run.
@@ -114,8 +113,8 @@ class TrainingQueue:
         return name
 
     def stop(self, name: str) -> str:
-        """Stop a run, and return a message for the user: a running run gets SIGTERM, saves a checkpoint and ends; a
-        waiting one is dropped. Raises ValueError for other runs."""
+        """Stop a run, and return a message for the user. A running run gets SIGTERM, saves a checkpoint and ends. A
+        waiting run is dropped. Raises ValueError for other runs."""
         with self._lock:
             job = self._job(name)
             if job.state == "waiting":
@@ -129,8 +128,8 @@ class TrainingQueue:
         return "it saves and ends"
 
     def go_on(self, name: str) -> str:
-        """Queue an ended run again, and return a message for the user. It resumes from its newest checkpoint; without
-        one, it starts over. Raises ValueError if the run is running, waiting or done, and OSError."""
+        """Queue an ended run again, and return a message for the user. The run resumes from its newest checkpoint;
+        without a checkpoint, it starts over. Raises ValueError if the run is running, waiting or done, and OSError."""
         with self._lock:
             job = self._job(name)
             if (now := self.status(name)) in ("running", "stopping", "waiting", "done"):
@@ -146,7 +145,7 @@ class TrainingQueue:
         return "continues, or waits until other runs end"
 
     def program(self, words: Sequence[str]) -> tuple[int, str]:
-        """Run a program of OpenDiT to its end. Return its exit code and the end of its output. words: its command line.
+        """Run a program of OpenDiT to its end. Return the exit code and the end of the output. words: the command line.
         Raises ValueError if another program is running, or after ``PROGRAM_S`` seconds."""
         if not self._program_lock.acquire(blocking=False):
             raise ValueError("another plan is being made: try again in a moment")
@@ -220,7 +219,7 @@ class TrainingQueue:
         return found
 
     def output(self, name: str) -> str:
-        """Return the last part of the output of the job's program."""
+        """Return the end of the output of the job's program."""
         return tail(self._folder / self._known(name) / OUTPUT, self.root)
 
     def _known(self, name: Any) -> str:
@@ -237,7 +236,7 @@ class TrainingQueue:
         found = {}
         for folder in self._folder.iterdir():
             if folder.name.isascii() and folder.name.isdecimal() and not folder.is_symlink():
-                with contextlib.suppress(OSError, ValueError):  # skip a job whose files are damaged
+                with contextlib.suppress(OSError, ValueError):  # skip a job with damaged files
                     found[folder.name] = Job(**read_file(folder / JOB, JOB_FILE))
         return found
 
@@ -250,7 +249,7 @@ class TrainingQueue:
 
     @contextlib.contextmanager
     def _appending(self, name: str) -> Iterator[int]:
-        """Open a file for appending a program's output. Yield its descriptor, and close it on exit."""
+        """Open a file to append a program's output. Yield the descriptor, and close the file on exit."""
         file = open_to_append(self._folder / name, root=self.root, make=True)
         try:
             yield file
@@ -286,16 +285,16 @@ class TrainingQueue:
 
 
 def alive(job: Job) -> bool:
-    """Return True if the job's process, and not a different one that has reused its process ID, is running."""
+    """Return True if the job's process is running. Another process with a reused process ID does not count."""
     return job.pid > 0 and job.started > 0 and job.boot == boot() and start_time(job.pid) == job.started
 
 
 def send(job: Job, number: int) -> bool:
-    """Send a signal to the job's process, and to no other process. Return False if the process has ended."""
+    """Send a signal to the job's process, and to no other one. Return False if the job's process has ended."""
     if job.pid <= 0:
         return False
     try:
-        process = os.pidfd_open(job.pid)  # the descriptor refers to this process, even if its process ID is reused
+        process = os.pidfd_open(job.pid)  # refers to this process even if the process ID is reused
     except OSError:
         return False
     try:
@@ -310,7 +309,7 @@ def send(job: Job, number: int) -> bool:
 
 
 def trains_lora(config: dict[str, Any]) -> bool:
-    """Return True if these flags of train.py, or the recipe that they name, train a LoRA."""
+    """Return True if these flags of train.py, or the recipe named in them, train a LoRA."""
     recipe = RECIPES.get(str(config.get("recipe")))
     return "lora" in config or recipe is not None and "--lora" in recipe.flags
 

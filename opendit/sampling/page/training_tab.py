@@ -37,13 +37,13 @@ TABLES = (".csv", ".jsonl", ".parquet")
 SPEED_UPS = {"mixed_precision": "bf16", "enable_flashattn": True, "enable_layernorm_kernel": True}
 SPEED_UPS |= {"enable_modulate_kernel": True}
 MOST_CHOICES, MOST_ENTRIES, MOST_PATH = 200, 5_000, 1_000
-# Flags that define the network and the latents. A new run copies them from the run whose weights it starts from.
+# Flags of the network and the latents. A run that starts from another run's weights copies these flags.
 KEPT = ("model", "vae", "image_size", "use_video", "num_frames", "frame_interval", "text_encoder", "max_text_tokens")
 KEPT += ("cross_attention", "objective", *(setting.flag for kind in KINDS.values() for setting in kind.settings))
 BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # every other value is a path
 REFRESH_S = 3
-LOOKED, SHOWN = 200, 24  # number of rows that the button "Look" opens, and number of pictures that it shows
-LOOK_BYTES = 16 << 20  # maximum size of the contact sheet that "Look" shows
+LOOKED, SHOWN = 200, 24  # number of rows to open, and of pictures to show, for the button "Look"
+LOOK_BYTES = 16 << 20  # maximum size of the contact sheet for "Look"
 ERRORS = (ValueError, OSError)
 
 
@@ -71,7 +71,7 @@ def read_training_form(
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return a title, the flags for ``train.py --config``, and further flags for planning only. Raises ValueError, with
     one line for the user, for an invalid field or a path that is not below ``root``. has_gpu: if True and no recipe is
-    chosen, the flags SPEED_UPS are set, as in the repository's shell scripts."""
+    chosen, the flags SPEED_UPS are set."""
     recipe = _one_of("recipe", form.recipe, (NO_RECIPE, *recipes()))
     flags: dict[str, Any] = {"recipe": recipe} if recipe != NO_RECIPE else dict(SPEED_UPS) if has_gpu else {}
     words = RECIPES[recipe].flags if recipe != NO_RECIPE else ""
@@ -124,7 +124,7 @@ def recipes() -> list[str]:
 
 
 def kept_flags(catalog: Catalog, run: str) -> dict[str, Any]:
-    """Return the flags that a new run must copy from the run whose weights it starts from. Raises ValueError for a
+    """Return the flags that a new run must copy if it starts from the weights of ``run``. Raises ValueError for a
     damaged run."""
     found = read_starts(catalog, run)
     flags = found[-1].get("flags") if found else None
@@ -200,7 +200,7 @@ def _one_of(what: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def train_tab(page: Page, tab: gr.Tab) -> None:
-    """Create the content of the tab Train. It is refreshed regularly after a user has first selected the tab."""
+    """Create the content of the tab Train. Once a user has selected the tab, it is refreshed regularly."""
     queue, catalog = page.training, page.catalog
     assert queue is not None, "the page was started without --allow_train"
     root, skipped = queue.root, (FOLDER, catalog.outputs.name)
@@ -343,7 +343,7 @@ def _choice(choices: tuple[str, ...], label: str) -> gr.Dropdown:
 
 
 def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
-    """Run ``train.py --dry_run`` with these flags. Return HTML: a line with memory and hours, and a table of values."""
+    """Run ``train.py --dry_run`` with these flags. Return HTML: a line with memory and hours, and the plan's table."""
     code, text = queue.program(["train", "--config", str(queue.plan_config(flags)), "--dry_run"])
     lines = text.splitlines()
     if code:
@@ -357,7 +357,7 @@ def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
 
 
 def looked(queue: TrainingQueue, source: str, size: Any) -> list[str]:
-    """Run ``preprocess.py look`` on data. Return HTML: its report and its contact sheet."""
+    """Run ``preprocess.py look`` on data. Return HTML: the report and the contact sheet."""
     more = ["--image_size", size] if isinstance(size, str) and size.isascii() and size.isdecimal() else []
     with queue.scratch() as folder:
         words = ["preprocess", "look", source, "--output", str(folder), "--samples", str(LOOKED)]
