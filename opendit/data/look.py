@@ -38,15 +38,15 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens, fr
 
 @dataclass(frozen=True)
 class MediumTokens:
-    """Counts the tokens of a medium at its original aspect ratio and length. The medium is scaled down, never up, to
-    the area of ``image_size`` squared."""
+    """Counts a medium's tokens at its original aspect ratio and length. A medium larger than ``image_size`` squared is
+    scaled down to this area."""
 
     image_size: int
     num_frames: int  # maximum frames of a clip
     frame_interval: int
-    token_pixels: int  # sides of a token
+    token_pixels: int  # side of a token in pixels
     token_frames: int  # frames of a token
-    fps: float | None = None  # frames of a second that count, instead of every ``frame_interval``-th
+    fps: float | None = None  # frames per second to count; None counts every ``frame_interval``-th frame
 
     def __call__(self, medium: Medium) -> int:
         scale = min(1.0, self.image_size / (medium.height * medium.width) ** 0.5)
@@ -60,13 +60,14 @@ class BudgetFill:
     """Result of packing media into sequences of ``budget`` tokens."""
 
     budget: int
-    # Used fraction of the tokens, without the emptiest sequence, which more media would fill; None for one sequence.
+    # Used fraction of the tokens, without the emptiest sequence, because more media would fill it. None for one
+    # sequence.
     fill: float | None
-    too_long: float  # fraction of the media that is longer than a sequence and left out
+    too_long: float  # fraction of the media longer than a sequence; they are left out
 
 
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
-    """Pack media of these token counts by best fit: longest first, each into the fullest sequence with room for it."""
+    """Pack media with these token counts by best fit: longest first, each into the fullest sequence with room."""
     fitting = sorted((length for length in lengths if length <= budget), reverse=True)
     free: list[int] = []  # free tokens of each sequence, ascending
     for length in fitting:
@@ -79,8 +80,8 @@ def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
 
 
 SIZE = 11
-MISSING = "Glyph .* missing from"  # start of matplotlib's warning about a glyph that no font has
-# Prefixes of the file names of fonts for Chinese, Japanese and Korean, in lower case. The first installed font is used.
+MISSING = "Glyph .* missing from"  # start of matplotlib's warning about a missing glyph
+# File name prefixes of fonts for Chinese, Japanese and Korean, in lower case. The first installed font is used.
 CJK = ("notosanscjk", "sourcehansans", "wqy-microhei", "wqy-zenhei", "droidsansfallback", "pingfang", "msyh", "simhei")
 
 
@@ -112,7 +113,7 @@ def families() -> list[str]:
 
 @cache
 def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
-    """Return Pillow's fonts, each with a mapping whose keys are the font's characters."""
+    """Return Pillow's fonts, each with a mapping from the characters in the font."""
     from matplotlib.ft2font import FT2Font
 
     return [(ImageFont.truetype(path, SIZE), FT2Font(path).get_charmap()) for path in font_files()]
@@ -148,7 +149,7 @@ class Findings:
     looks: list[Look]  # the rows that could be opened, in the order of the data set
     bad: list[str]  # "file: reason" for every row that could not be opened
     tokens: MediumTokens
-    drawn: list[Look]  # the readable rows that the statistics count; rows may repeat if sources are drawn by weight
+    drawn: list[Look]  # readable rows that the statistics count; weights may repeat rows
 
     @property
     def clips(self) -> list[Look]:
@@ -164,7 +165,7 @@ class Findings:
 
     @functools.cached_property
     def of_captions(self) -> list[str]:
-        """Lines for the log about long captions and captions without words among the opened rows."""
+        """Lines for the log about the opened rows' captions: long ones, and ones without words."""
         if (about := self.dataset.describe()).conditioning != "text":
             return []
         words = {each.row: each.words for each in self.looks}
@@ -173,7 +174,8 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """Text with the numbers of opened and bad rows and, with several sources, of samples of each source."""
+        """Text with the numbers of opened and bad rows. With several sources, it also has each source's number of
+        samples."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.describe().sources) is None:
             return rows
@@ -386,8 +388,8 @@ def open_any(
     fps: float | None = None,
     **options: Any,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
-    """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
-    frame_interval). By default these and ``fps`` are those of cached latents, or 256, 16, 1 and None for other data.
+    """Return (data set, (image_size, num_frames, frame_interval)) for ``--data_path``. Clips are included if there are
+    any. These numbers and ``fps`` default to the settings of cached latents, or to 256, 16, 1 and None for other data.
     options: more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, naming the flag."""
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
@@ -396,21 +398,21 @@ def open_any(
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
-    # max_bad=1.0, because bad files are only reported. The data set is first opened with clips. If that fails, it is
-    # opened as pictures, and an error of this second attempt is raised.
+    # max_bad=1.0, because bad files are only reported. Open the data set with clips first. If that fails, open it as
+    # pictures, and raise errors of this second attempt.
     options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:
         dataset = build_dataset(data_path, size, use_video=False, **options)
     if not _has_clips(dataset):
-        with suppress(ValueError):  # an Energon cooker's clips are in no index, and can't be opened as pictures
+        with suppress(ValueError):  # an Energon cooker's clips can't be opened as pictures
             dataset = build_dataset(data_path, size, use_video=False, **options)
     return dataset, (size, frames, interval)
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """Read the indexes of cached latents, of several sources those of the first one. Return None for other data."""
+    """Read the indexes of cached latents; for several sources, of the first. Return None for other data."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):
@@ -423,8 +425,8 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 
 
 def _has_clips(dataset: MediaDataset) -> bool:
-    """Return False if ``PicturesAndClips`` were opened with clips and have none. Other data sets can be opened with
-    clips only if they have some."""
+    """Return False if ``PicturesAndClips`` were opened with clips but have none. Other data sets open with clips only
+    if there are some."""
     dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
@@ -436,8 +438,8 @@ def _has_clips(dataset: MediaDataset) -> bool:
 def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
     """Return ``samples`` evenly spaced rows in ascending order, or all rows if there are fewer.
 
-    Several sources contribute in proportion to their initial weights, at least one row each. Rows of a small source
-    are repeated."""
+    Each source contributes in proportion to its initial weight, and at least one row. Rows of a small source may
+    repeat."""
     sources = dataset.describe().sources
     if sources is None:
         return _spread(len(dataset), min(samples, len(dataset)))
@@ -450,14 +452,14 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """Return ``count`` evenly spaced integers in [0, ``size``), ascending. If ``count`` is larger than ``size``, some
-    integers occur once more than the others."""
+    """Return ``count`` evenly spaced integers in [0, ``size``), ascending. If ``count`` exceeds ``size``, integers
+    repeat."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
     return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))
 
 
 def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, tokens: MediumTokens) -> Findings:
-    """Open ``samples`` rows (0: all) chosen by :func:`draw_rows`. Up to ``pictures`` of them get thumbnails."""
+    """Open ``samples`` rows (0: all), chosen by :func:`draw_rows`. Up to ``pictures`` rows get thumbnails."""
     samples = min(samples or len(dataset), len(dataset))
     drawn = draw_rows(dataset, samples)
     rows = (np.unique(drawn) if samples < len(dataset) else np.arange(len(dataset))).tolist()

@@ -1,6 +1,6 @@
 """Encode the pictures or clips of a data set, and their captions, once before training.
 
-Every rank encodes the shards ``rank, rank + world_size, ...``. The bytes of a shard depend only on the data and the
+Every rank encodes the shards ``rank, rank + world_size, ...``. A shard's bytes depend only on the data and the
 settings, not on the number of ranks or on interruptions.
 """
 
@@ -66,8 +66,8 @@ class _RowReader(Dataset[Any]):
         self.on_read: Callable[[int], None] | None = None
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
-        """Return (rows, labels, captions, media, skipped files). The first four cover only the readable rows. The media
-        are pictures (B, C, H, W) or clips (B, C, T, H, W); None if no row was readable."""
+        """Return (rows, labels, captions, media, skipped files). The first four leave out unreadable rows. The media
+        are pictures (B, C, H, W) or clips (B, C, T, H, W); None if all rows are unreadable."""
         good, labels, captions, pictures, skipped = [], [], [], [], []
         self.dataset.prefetch(rows)
         for row in rows:
@@ -90,8 +90,8 @@ class _RowReader(Dataset[Any]):
 class FirstFrameEncoder:
     """Encodes the first frames of clips as inputs of an image-to-video model."""
 
-    width: int  # of the tokens of a first frame; 0 for models without such tokens
-    tokens: PictureTokens | None  # network that makes these tokens
+    width: int  # width of a first frame's tokens; 0 for models without such tokens
+    tokens: PictureTokens | None  # network that makes the tokens
 
     @classmethod
     def of(cls, folder: Path, family: str, device: torch.device) -> "FirstFrameEncoder | None":
@@ -110,7 +110,7 @@ class FirstFrameEncoder:
 
     def encode(self, codec: Codec, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the tensors to cache for B clips, each (B, V, ...) fp16 on the CPU. views: V tensors (B, 3, T, H, W)
-        in [-1, 1], which are the clips and, if V is 2, their mirror images."""
+        in [-1, 1]: the clips and, if V is 2, their mirror images."""
         grey = [first_frames_alone(view) for view in views]
         made = {"first_latents": [codec.moments(view).chunk(2, dim=1)[0] for view in grey]}
         if self.tokens is not None:
@@ -140,25 +140,25 @@ def make_latents(
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Write the latents of ``dataset`` to tars in ``output``. Complete tars that already exist are kept. One folder can
-    hold tars of the same data at several picture sizes. All ranks must call this together, with an initialized default
+    """Write the latents of ``dataset`` to tars in ``output``. Complete tars from an earlier run stay. One folder can
+    hold tars of the same data at several picture sizes. All ranks must call this function, with an initialized default
     process group.
 
     Args:
         flips: also encode the mirror image of every picture.
         encoder: text encoder; None stores the captions as text.
-        counted: statistics of the captions in tokens of ``encoder``, for the index; only rank 0 needs them.
+        counted: statistics of the captions in the encoder's tokens, for the index; only rank 0 needs them.
         first: encodes first frames of clips for an image-to-video model.
         shard_size: samples of a tar.
         tar_bytes: approximate maximum bytes of a tar, instead of ``shard_size``.
         bucket_tokens: maximum number of tokens in a sample, if ``dataset`` is a ShapedDataset.
-        teacher: vision encoder whose features of the pictures are stored, too.
+        teacher: vision encoder; its features of the pictures are stored, too.
         max_bad: largest tolerated fraction of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
-    Return the index on rank 0, None on other ranks. Raises ValueError if ``output`` holds latents that were made with
-    other settings. Raises DataError if more than ``max_bad`` of the files can't be read, or if a latent, feature or
-    embedding overflows its dtype.
+    Return the index on rank 0, None on other ranks. Raises ValueError if ``output`` holds latents with other settings.
+    Raises DataError if more than ``max_bad`` of the files can't be read, or if a latent, feature or embedding overflows
+    its dtype.
     """
     output = Path(output)
     work = _Encoding(dataset, codec, encoder, image_size, flips, teacher, first)
@@ -170,7 +170,7 @@ def make_latents(
     kept = complete_tars(output, settings)
     before = _take_index(output, settings, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, len(plan), world_size)}
-    # Hash every complete shard once. A shard whose hash differs from the index is encoded again.
+    # Hash every complete shard once. If a hash differs from the index, encode the shard again.
     names = {shard: all_names[shard] for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
@@ -211,7 +211,7 @@ def make_latents(
 
 
 def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: int) -> dict[str, str]:
-    """Call ``take_index`` on rank 0, and return its result on all ranks, which must call this together."""
+    """Call ``take_index`` on rank 0, and return the result on all ranks. All ranks must call this function."""
     found: list[Any] = [{}]
     if rank == 0:
         found[0] = take_index(output, settings)
@@ -221,8 +221,8 @@ def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: i
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
-    """Return the rows of every shard, in order. All rows of a shard have the same shape. shard_size: returns the number
-    of rows per shard for all rows of one shape."""
+    """Return the rows of every shard, in order. A shard's rows all have one shape. shard_size: for all rows of a shape,
+    returns the number of rows per shard."""
     keys = dataset.shapes().array
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
@@ -262,8 +262,8 @@ class _Encoding:
         return self.dataset.describe().conditioning == "text"
 
     def latent_shape(self, rows: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the shape of a latent: (C, h, w) for a picture, (C, t, h, w) for a clip. rows: rows of one shape.
-        Without rows, the shape is that of a square sample of ``image_size``."""
+        """Return a latent's shape: (C, h, w) for a picture, (C, t, h, w) for a clip. rows: rows of one shape; without
+        rows, the sample is a square of ``image_size``."""
         shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # picture codecs take (h, w)
         frames = shape[1] if len(shape) == 4 else None
         size: Size = frames or 1, self.image_size, self.image_size
@@ -274,7 +274,8 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of ``rows``, with the longest captions, fit into a tar of about ``tar_bytes``; at least 1."""
+        """Return how many of ``rows`` fit into a tar of about ``tar_bytes`` if all captions are of maximum length; at
+        least 1."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.first:
             numbers += numbers // 2
@@ -314,7 +315,7 @@ class _Encoding:
     def encode(
         self, batches: Iterable[tuple[Any, ...]], counter: BadFileCounter, bar: Progress
     ) -> tuple[list[CachedSample], list[str]]:
-        """Encode the batches of a shard. Return its samples, and "path: reason" of each skipped file."""
+        """Encode the batches of a shard. Return its samples, and "path: reason" for each skipped file."""
         samples, all_skipped = [], []
         for rows, labels, captions, pictures, skipped in batches:
             counter.add(len(rows), skipped)
@@ -373,7 +374,7 @@ class _Encoding:
     def index(
         self, settings: dict[str, Any], entries: list[dict[str, Any]], skipped: list[str], counted: CaptionCount | None
     ) -> dict[str, Any]:
-        """Return the index that lists ``entries``, see ``LatentsOfOneSize``. counted: see :func:`make_latents`."""
+        """Return the index of ``entries``, see ``LatentsOfOneSize``. counted: see :func:`make_latents`."""
         index = {
             "count": sum(entry["count"] for entry in entries),
             "class_names": list(self.dataset.describe().class_names),
@@ -432,11 +433,11 @@ def run(
     data_timeout: float = 300.0,
     **media: Any,
 ) -> dict[str, Any] | None:
-    """Run ``preprocess.py latents`` with the values of its flags. If torchrun started several processes, each uses one
-    GPU, if there is one. If one of them fails, all end, see ``Supervisor``. Raises ValueError, OSError or DataError.
+    """Run ``preprocess.py latents`` with the values of its flags. Each process that torchrun started uses one GPU, if
+    there is one. If one process fails, all end, see ``Supervisor``. Raises ValueError, OSError or DataError.
 
-    patch: ([frames,] rows, columns), the model's patch. ``bucket_tokens`` counts tokens of this patch, and the encoder
-    ``repa`` computes one feature for each token. media: fields of ``sources.Request`` about how files are read."""
+    patch: ([frames,] rows, columns), the model's patch. It defines the tokens for ``bucket_tokens`` and for the
+    features of ``repa``. media: fields of ``sources.Request`` about how files are read."""
     place = find_place()
     rank, world_size = place.rank, place.world_size
     supervisor, stack = Supervisor((ValueError, DataError)), ExitStack()
@@ -499,8 +500,8 @@ def run(
             print(f"encoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
         counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
         if world_size > 1:
-            # The ranks wait for each other only at the beginning and the end. The last may finish long after the
-            # first, so the timeout is long.
+            # The timeout is long, because ranks wait only at the start and the end. The last may finish long after the
+            # first.
             store = dist.PrefixStore("default", meet(place))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=30))
         index = make_latents(
@@ -535,8 +536,8 @@ def run(
 def _load_encoder(
     name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype, precision: str
 ) -> AnyEncoder:
-    """Load the text encoder ``name`` in ``dtype``, or the text encoders of the family of ``pretrained`` from the folder
-    ``name``, in bfloat16, the dtype of training."""
+    """Load the text encoder ``name`` in ``dtype``. With ``pretrained``, load the text encoders of its family from the
+    folder ``name`` in bfloat16, the dtype of training."""
     how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
         model = name_of_folder(pretrained) or ""
@@ -548,7 +549,7 @@ def _load_encoder(
 
 
 def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> CaptionCount:
-    """Count the captions, and print lines about captions that are cut and captions without words."""
+    """Count the captions, and print lines about truncated captions and captions without words."""
     if encoder is None:
         found = count_captions(dataset)
         lines = found.for_any_encoder()
@@ -562,7 +563,7 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
     """Return the dtype of the networks: fp32 on a CPU, else the dtype of ``mixed_precision``. auto: dtype for
-    ``--mixed_precision auto`` on a GPU; fp16 because latents are stored in fp16, and bf16 would lose three bits."""
+    ``--mixed_precision auto`` on a GPU. The default is fp16, because latents are stored in fp16."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

@@ -51,7 +51,8 @@ class MockDataset(MediaDataset):
         self.vae, self.seed = vae, seed
         self.has_captions = text_encoder is not None
         self.class_names = [] if text_encoder else [str(label) for label in range(num_classes or CLASSES)]
-        # Embeddings stand for the output of a frozen encoder. The bytes encoder is part of the model and gets text.
+        # Embeddings stand in for a frozen encoder's output. The bytes encoder needs text, because it is trained with
+        # the model.
         self.text_encoder = text_encoder if text_encoder != "bytes" else None
         self.max_tokens, self.empty_caption = 0, None
         if self.text_encoder:

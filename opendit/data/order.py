@@ -1,8 +1,8 @@
 """Choose the samples of each training step, as a pure function of (seed, step).
 
 A run that resumes at any step draws the same samples as an uninterrupted run. The global batches do not depend on the
-number of ranks and workers. A schedule computes each sample from its position in the run. It uses the random sequences
-at the beginning of this module: keyed permutations, pools of rows, and mixtures.
+number of ranks or workers. A schedule computes each sample from its position in the run, with three kinds of random
+sequences: keyed permutations, pools of rows, and mixtures.
 """
 
 import math
@@ -17,25 +17,25 @@ import torch
 
 from opendit.diffusion.random import philox4x32
 
-SORTED = 2**16  # maximum size of a permutation that is made by sorting random words
+SORTED = 2**16  # larger permutations are Feistel networks; smaller ones sort random words
 ROUNDS = 8  # rounds of the Feistel network
-FEW = 32  # with more distinct keys, sorting an array of keys is faster than comparing it with each
-CHUNK = 1024 * 1024  # number of keys compared at once
-_BLOCK = 1024  # keys per block of RowsByKey's table of counts
+FEW = 32  # with more distinct keys, sorting an array is faster than comparing
+CHUNK = 1024 * 1024  # keys compared at once
+_BLOCK = 1024  # keys per block in RowsByKey's table of counts
 
 
 # ------------------------------------------------------------------------------------------ permutations
 
 
 def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
-    """Return the entries at ``positions`` of the permutation of the numbers below ``size`` for (seed, domain, epoch).
+    """Return entries of the permutation of the numbers below ``size`` for (seed, domain, epoch).
 
-    A large permutation is a Feistel network over the two digits of a number in mixed radix, with cycle walking for
-    results that are not below ``size`` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002,
-    methods 2 and 3). The round function is Philox. Such networks are poor on very small domains. Therefore up to
-    ``SORTED`` numbers are sorted by random Philox words instead, so that all orders are equally likely.
+    A large permutation is a Feistel network over a number's two digits in mixed radix, with cycle walking (Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3). The round function is Philox.
+    Feistel networks are poor on very small domains. Therefore up to ``SORTED`` numbers are sorted by random Philox
+    words instead.
 
-    positions: (n,) int64 below ``size``, which is at most 2^61. domain: below 2^32. Return (n,) int64."""
+    positions: (n,) int64 below ``size``. size: at most 2^61. domain: below 2^32. Return (n,) int64."""
     if size <= SORTED:
         return _sorted(size, seed % 2**64, domain, epoch)[positions].astype(np.int64)
     sizes, domains, epochs = (np.full(len(positions), of) for of in (size, domain, epoch))
@@ -45,7 +45,7 @@ def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: in
 def permuted_each(
     positions: np.ndarray, sizes: np.ndarray, seed: int, domains: np.ndarray, epochs: np.ndarray
 ) -> np.ndarray:
-    """Return the result of :func:`permuted` with a separate size, domain and epoch for every position."""
+    """Like :func:`permuted`, with a separate size, domain and epoch for every position."""
     out, large = np.zeros_like(positions), sizes > SORTED
     out[large] = _walk(positions[large], sizes[large], domains[large], epochs[large], seed)
     if not large.all():
@@ -58,14 +58,14 @@ def permuted_each(
 
 @lru_cache(maxsize=64)
 def _sorted(size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
-    # numpy guarantees that raw Philox words never change; it does not guarantee this for Generator.permutation.
+    # numpy guarantees that raw Philox words never change, but not that Generator.permutation never changes.
     key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 0, domain, 1], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.uint16)
 
 
 def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Apply the Feistel network. Apply it again to results that are not below their size, until all are."""
+    """Apply the Feistel network. Apply it again to each result that is not below its size, until all are."""
     out, outside = positions.copy(), np.arange(len(positions))
     while len(outside):
         out[outside] = _feistel(out[outside], sizes[outside], domains[outside], epochs[outside], seed)
@@ -74,7 +74,7 @@ def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs:
 
 
 def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Apply the network to ``numbers``. The product of its two bases is ``sizes``, rounded up by a little."""
+    """Apply the network to ``numbers``. The product of its two bases is slightly above ``sizes``, or equal."""
     different, of = np.unique(sizes, return_inverse=True)
     roots = np.array([math.isqrt(size - 1) + 1 for size in different.tolist()], dtype=np.int64)
     bases = tuple(torch.from_numpy(base[of]) for base in (roots, -(-different // roots)))
@@ -91,15 +91,15 @@ def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs
 
 
 class Pool(NamedTuple):
-    """An endless sequence of rows: in every epoch, a new keyed permutation of the same ``size`` rows."""
+    """An endless sequence of rows: in every epoch, a new keyed permutation of ``size`` rows."""
 
     size: int
     domain: int  # see :func:`permuted`
-    select: Callable[[np.ndarray], np.ndarray]  # maps numbers (n,) below ``size`` to rows (n,) of the data set
+    select: Callable[[np.ndarray], np.ndarray]  # numbers (n,) below ``size`` -> rows (n,) of the data set
 
 
 def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray, seed: int) -> np.ndarray:
-    """Return the data set's rows at ``positions[i]`` of the sequence ``pools[of[i]]``; all arrays are (n,) int64."""
+    """Return the data set's rows at ``positions[i]`` in the sequence ``pools[of[i]]``. All arrays are (n,) int64."""
     rows = np.empty(len(positions), dtype=np.int64)
     used, number = np.unique(of, return_inverse=True)
     chosen = [pools[each] for each in used.tolist()]
@@ -113,9 +113,9 @@ def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray, seed: 
 
 
 class RowsByKey:
-    """Index that finds the n-th row with a given key without a list of all rows.
+    """Index that finds the n-th row with a given key, without a list of all rows.
 
-    keys: (rows,) key of each row; may be memory-mapped. values: the distinct keys, sorted. totals: number of rows of
+    keys: (rows,) key of each row; may be memory-mapped. values: the distinct keys, sorted. totals: number of rows for
     each distinct key."""
 
     def __init__(self, keys: np.ndarray):
@@ -131,11 +131,11 @@ class RowsByKey:
         ]
         blocks = -(-len(keys) // _BLOCK)
         table = np.concatenate(counts).reshape(len(self.values), blocks) if counts else np.zeros((0, 0), np.int64)
-        self._ends = np.cumsum(table, axis=1)  # (values, blocks): number of rows of each key up to each block's end
+        self._ends = np.cumsum(table, axis=1)  # (values, blocks): rows of each key before each block's end
         self.totals = [int(ends[-1]) for ends in self._ends]
 
     def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
-        """Return the rows at positions ``numbers`` (n,) of the list of rows whose key is ``values[value]``."""
+        """Return rows with the key ``values[value]``: the entries ``numbers`` (n,) in the list of all such rows."""
         ends, rows = self._ends[value], np.empty(len(numbers), dtype=np.int64)
         blocks = np.searchsorted(ends, numbers, side="right")
         for block in np.unique(blocks).tolist():
@@ -146,7 +146,7 @@ class RowsByKey:
 
 
 def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the keys, with repetitions, that are not among ``values``, or all keys for more than ``FEW`` values."""
+    """Return keys that are not among ``values``, with repetitions; for more than ``FEW`` values, all keys."""
     if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
@@ -161,14 +161,12 @@ def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 class Mixture:
     """An endless random sequence of components, such as sources or shapes, in fixed proportions.
 
-    The sequence consists of blocks. ``rate_c`` is the mean number of elements of component c in a block. Component c
-    occurs floor(b * rate_c) times in the first b blocks, so at the end of a block its count is less than one below the
-    exact proportion. The order within a block is a keyed permutation.
+    The sequence consists of blocks. On average, a block has ``rate_c`` elements of component c. The first b blocks
+    contain component c floor(b * rate_c) times. The order within a block is a keyed permutation.
 
-    stages: (first position, rates) in order of position; the first stage begins at position 0. Counts of components
-    continue from one stage to the next. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: if True,
-    the elements of a component come in order. If False, they come in any order within a block, and blocks may be very
-    long."""
+    stages: (first position, rates), ascending; the first stage begins at position 0. Counts of components continue from
+    stage to stage. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: True numbers the elements of a
+    component in order. False numbers them in any order within a block, which permits very long blocks."""
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int, domain: int, in_order: bool = True):
         self._starts = [start for start, _ in stages]
@@ -178,7 +176,8 @@ class Mixture:
             self._counts.append(self._counts[-1] + self._stages[number].counts(start - self._starts[number]))
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the component of each position in [start, stop), and the number of its earlier elements; int64."""
+        """For each position in [start, stop), return its component and the component's number of earlier elements;
+        int64."""
         components, ranks = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for stage, first, end, counts in zip(
             self._stages, self._starts, [*self._starts[1:], stop], self._counts, strict=True
@@ -191,12 +190,12 @@ class Mixture:
         return np.concatenate(components), np.concatenate(ranks)
 
     def counts(self, position: int) -> np.ndarray:
-        """Return how many positions before ``position`` belong to each component; (components,) int64."""
+        """Count the positions before ``position`` for each component; (components,) int64."""
         number = self._stage(position)
         return self._counts[number] + self._stages[number].counts(position - self._starts[number])
 
     def block(self, position: int) -> int:
-        """Return the index of the block that contains a position, counted from the beginning of the stage."""
+        """Return the index of the block that contains a position, counted from the start of the stage."""
         number = self._stage(position)
         return self._stages[number].block(position - self._starts[number])
 
@@ -263,12 +262,12 @@ class _Stage:
         return before + np.bincount(component, minlength=len(self.rates))
 
 
-KEYED = "keyed"  # name of the order of samples in checkpoints; old ones have "sorted" or no name
+KEYED = "keyed"  # the order of samples in checkpoints; old ones have "sorted" or no name
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations; ``random.Stream`` has others
 MANY_EPOCHS = 10_000  # epochs over which the steps per epoch are averaged
-WINDOW = 1024  # number of rows computed at once, but at least those of one step
-_SAMPLES, _PARTS = 128, 16  # mean block sizes of mixtures: samples for sources, micro-batches for shapes
-_MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend; with more, domains would overlap
+WINDOW = 1024  # rows computed at once; one step if it has more
+_SAMPLES, _PARTS = 128, 16  # mean sizes of blocks: samples for sources, micro-batches for shapes
+_MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend, so that domains do not overlap
 
 
 Key = TypeVar("Key", bound=tuple)
@@ -285,14 +284,14 @@ class StepRows(NamedTuple):
 
 class BatchSchedule:
     """A schedule that draws every row once per epoch, in a new random order. A global batch may contain the end of one
-    epoch and the beginning of the next, so this holds for any batch size.
+    epoch and the beginning of the next.
 
     global_batch: units of one optimizer step = batch_size x data-parallel ranks x grad_accumulation. A unit is one
     sample; in subclasses a unit may have several samples. Raises ValueError if the data set has fewer than
     ``global_batch`` samples."""
 
-    packed = False  # True if the samples of a micro-batch may have different sizes
-    passes: str | None = None  # describes an epoch in the log at the start of a run; None logs nothing
+    packed = False  # True if a micro-batch may have samples of different sizes
+    passes: str | None = None  # describes an epoch in the log at the start of a run
 
     def __init__(self, dataset_size: int, global_batch: int, seed: int):
         if global_batch < 1:
@@ -308,8 +307,8 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """Number of parts of a global batch, each one micro-batch of every rank, if all samples of a part have the same
-        shape. None if all samples have one shape, or if a micro-batch may mix shapes."""
+        """Number of parts in a global batch. Each part has samples of one shape, and is one micro-batch of every rank.
+        None if all samples have one shape, or if a micro-batch may mix shapes."""
         return None
 
     @property
@@ -319,7 +318,7 @@ class BatchSchedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of whole steps in the first pass over the data."""
+        """Number of complete steps in the first pass over the data."""
         return self.steps(1)
 
     @property
@@ -328,7 +327,7 @@ class BatchSchedule:
         return self.steps(MANY_EPOCHS) / MANY_EPOCHS
 
     def steps(self, epochs: int) -> int:
-        """Return the number of whole steps in ``epochs`` passes over the data."""
+        """Return the number of complete steps in ``epochs`` passes over the data."""
         return epochs * self.dataset_size // self.global_batch
 
     @property
@@ -344,7 +343,7 @@ class BatchSchedule:
         return step * self.global_batch // self.dataset_size
 
     def rows(self, step: int) -> list[int]:
-        """Return the data set's rows in the global batch of ``step``, in order of position."""
+        """Return the data set's rows for ``step``, in order of position."""
         return self._of_step(step).rows
 
     def ends(self, step: int) -> Sequence[int]:
@@ -352,13 +351,13 @@ class BatchSchedule:
         return self._of_step(step).ends
 
     def share(self, step: int, micro: int, rank: int, ranks: int, units: int) -> range:
-        """Return the positions among :meth:`rows` that ``rank`` reads for micro-batch ``micro``. ranks: number of
-        data-parallel ranks. units: number of units of a micro-batch on one rank."""
+        """Return the positions in :meth:`rows` that ``rank`` reads for micro-batch ``micro``. ranks: number of
+        data-parallel ranks. units: units in one rank's micro-batch."""
         first, ends = (micro * ranks + rank) * units, self.ends(step)
         return range(ends[first - 1] if first else 0, ends[first + units - 1])
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the keys of a rank's micro-batch in the order in which to read them. Their first field is the row."""
+        """Return a micro-batch's keys in the order in which to read them. The first field of a key is the row."""
         return keys
 
     def log(self, step: int) -> dict[str, Any]:
@@ -366,7 +365,7 @@ class BatchSchedule:
         return {}
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """Return {n: number of samples that the steps before ``step`` drew n times}, or None if this is not counted."""
+        """Return {n: number of samples drawn n times before ``step``}; None if unknown."""
         return None
 
     def state(self, step: int) -> dict[str, Any] | None:
@@ -374,13 +373,13 @@ class BatchSchedule:
         return None
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        """Return the rows of samples ``start`` to ``stop`` - 1 of the run, counted across all steps, int64. Only for
-        schedules whose units are single samples."""
+        """Return the rows of the run's samples ``start`` to ``stop`` - 1, counted across all steps, int64. Only for
+        schedules with one sample per unit."""
         places = np.arange(start, stop)
         return rows_of([Pool(self.dataset_size, POOLS, np.asarray)], np.zeros_like(places), places, self.seed)
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (:meth:`rows_between`, source of each row, index of the pass over that source), int64."""
+        """Return (:meth:`rows_between`, source of each row, number of the pass over this source, from 0), int64."""
         places = np.arange(start, stop)
         return self.rows_between(start, stop), np.zeros_like(places), places // self.dataset_size
 
@@ -402,19 +401,16 @@ class BatchSchedule:
 
 
 class BucketSchedule(BatchSchedule):
-    """A schedule for rows of several shapes. All rows of a micro-batch, over all ranks, have the same shape.
+    """A schedule for rows of several shapes. In a micro-batch, over all ranks, all rows have the same shape.
 
-    A global batch is cut into ``micro_batches`` parts; unit u belongs to part u // (global_batch / micro_batches). The
-    rows of each shape come in consecutive permutations, which are cut into parts. At the end of an epoch, the rows of a
-    shape that do not fill a part become the beginning of the shape's first part in the next epoch. An epoch consists of
-    all complete parts, in keyed order. Over E epochs every row is drawn E times, except the rows left over at the end
-    of the run. These are fewer than one part of each shape plus the parts of one step.
+    A global batch is cut into ``micro_batches`` parts; unit u belongs to part u // (global_batch / micro_batches). Each
+    shape's rows come in consecutive permutations, cut into parts. Rows that do not fill a part at the end of an epoch
+    begin the shape's first part in the next epoch. An epoch consists of all complete parts, in keyed order.
 
-    The samples of a step depend only on (seed, global batch, micro_batches). They are the same for all numbers of ranks
-    and accumulated micro-batches that divide the parts equally.
+    The samples of a step depend only on (seed, global batch, micro_batches).
 
-    keys: the shape key of every row. samples: number of samples in a unit, for each shape in order of its key; None
-    means one. Raises ValueError if an epoch has too few rows for a step."""
+    keys: the shape key of every row. samples: number of samples in a unit, for each shape in order of key; None means
+    one. Raises ValueError if an epoch has too few rows for a step."""
 
     def __init__(
         self,
@@ -428,7 +424,7 @@ class BucketSchedule(BatchSchedule):
         super().__init__(len(shapes.keys), global_batch, seed)
         self._micro_batches, units = micro_batches, units_of_part(global_batch, micro_batches)
         self._samples = [1] * len(shapes.totals) if samples is None else list(samples)
-        self._part = [units * count for count in self._samples]  # samples of a part, for each shape
+        self._part = [units * count for count in self._samples]  # samples in a part, for each shape
         self._pools = [Pool(total, POOLS + i, partial(shapes.select, i)) for i, total in enumerate(shapes.totals)]
         rates = [Fraction(total, part) for total, part in zip(shapes.totals, self._part, strict=True)]
         self._parts = Mixture([(0, rates)], seed, PARTS, in_order=False)
@@ -472,8 +468,8 @@ class BucketSchedule(BatchSchedule):
 
 
 def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: int) -> list[StepRows]:
-    """Join every ``micro_batches`` consecutive parts into a step. parts: the rows of each part. samples: number of
-    samples in a unit of each part."""
+    """Join every ``micro_batches`` consecutive parts to a step. parts: the rows of each part. samples: for each part,
+    the number of samples in a unit."""
     found = []
     for first in range(0, len(parts), micro_batches):
         rows: list[int] = []
@@ -487,7 +483,7 @@ def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: in
 
 
 def units_of_part(global_batch: int, micro_batches: int) -> int:
-    """Return the units of a micro-batch, counted over all ranks. Raises ValueError if it is no whole number."""
+    """Return the units in a micro-batch, over all ranks. Raises ValueError if the parts are not equal."""
     if micro_batches < 1 or global_batch % micro_batches:
         raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
     return global_batch // micro_batches
@@ -501,18 +497,18 @@ class SourceRows:
     """The sources of a data set's rows, and the proportions in which they are drawn."""
 
     names: tuple[str, ...]
-    # (sources,) end of each source's rows. A source's rows begin at the end of the previous source.
+    # (sources,) end of each source's rows. A source begins at the end of the previous source.
     ends: tuple[int, ...]
-    # (first step, weight of each source) in order of step; the first stage begins at step 0. Weights may have any sum.
-    # A source of weight 0 is not drawn in that stage.
+    # (first step, weight of each source), ascending by step; the first stage begins at step 0. Weights may have any
+    # sum. A source with weight 0 is not drawn.
     stages: tuple[tuple[int, tuple[Fraction, ...]], ...]
-    epoch: int  # number of samples of a pass over the data
-    # Number of times that a pass draws each source. None if the user specified weights instead of epochs. With epochs,
-    # the weights of the first stage are epochs x sizes.
+    epoch: int  # number of samples in a pass over the data
+    # How often a pass draws each source; None if the user gave weights. With epochs, the weights of the first stage are
+    # epochs x sizes.
     epochs: tuple[Fraction, ...] | None = None
 
     def of_rows(self, ends: Sequence[int]) -> "SourceRows":
-        """Return the same sources for a subset of the rows, renumbered from 0. ends: the new ``ends``."""
+        """Return the same sources for some of the rows, renumbered from 0. ends: the new ``ends``."""
         left = replace(self, ends=tuple(ends))
         if self.epochs is None:
             return replace(left, epoch=round(self.epoch * ends[-1] / self.ends[-1]))
@@ -530,7 +526,7 @@ class SourceRows:
                 raise ValueError(f"the source {name} has no samples")
 
     def count(self, rows: np.ndarray) -> np.ndarray:
-        """Count the rows of each source among ``rows``; (sources,) int64."""
+        """Count each source's rows among ``rows``; (sources,) int64."""
         return np.bincount(np.searchsorted(self.ends, rows, side="right"), minlength=len(self.ends))
 
     def log(self, counts: np.ndarray) -> dict[str, Any]:
@@ -543,13 +539,15 @@ class SourceRows:
 
 
 class BlendSchedule(BatchSchedule):
-    """A schedule that mixes several sources in proportion to their weights. The rows of each source come in consecutive
-    permutations. If rows have several shapes, all samples of a micro-batch have the same shape, and come from all
-    sources with this shape. Each shape of a source then has separate permutations.
+    """A schedule that mixes several sources in proportion to their weights. Each source's rows come in consecutive
+    permutations.
+
+    If rows have several shapes, a micro-batch has samples of one shape, from all sources with this shape. Then each
+    shape in a source has separate permutations.
 
     keys: the shape key of every row; None if all rows have one shape. samples: number of samples in a unit, for each
-    shape in order of its key; None means one. Raises ValueError if there are fewer rows than a global batch, or a
-    source has no rows."""
+    shape in order of key; None means one. Raises ValueError if there are fewer rows than a global batch, or a source
+    has no rows."""
 
     def __init__(
         self,
@@ -577,9 +575,8 @@ class BlendSchedule(BatchSchedule):
             )
         self._cut = micro_batches if self._shaped else 1
         units = units_of_part(global_batch, self._cut)
-        self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
-        # _shares: for each source, the fraction of its rows that each shape has. _pools: for each source, a ``Pool`` of
-        # rows for each shape that it has, in one list.
+        self._part = [units * count for count in self._samples]  # samples of a micro-batch, over all ranks
+        # _shares: for each source, the fraction of its rows per shape. _pools: one ``Pool`` for each source and shape.
         self._shares, self._pools = [], []
         self._place: dict[tuple[int, int], int] = {}  # (shape, source) -> index of the pool
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):
@@ -594,7 +591,7 @@ class BlendSchedule(BatchSchedule):
         rates = [(step * self._cut, _rates(self._of_parts(table), Fraction(_PARTS))) for step, table in cells]
         self._parts = Mixture(rates, seed, PARTS)
         begins = [self._parts.counts(start) * self._part for start, _ in rates]
-        # A pass over the data is a whole number of blocks, so that at its end the sources' counts match the weights.
+        # A pass over the data is a number of complete blocks. So at its end, the sources' counts match the weights.
         block = Fraction(sources.epoch, max(1, round(sources.epoch / _SAMPLES)))
         self._mixtures = []
         for shape in range(len(values)):
@@ -603,11 +600,11 @@ class BlendSchedule(BatchSchedule):
             self._mixtures.append(Mixture(stages, seed, SOURCES + shape * _MOST))
 
     def _of_cells(self, weights: tuple[Fraction, ...]) -> list[list[Fraction]]:
-        """Return the weight of each shape of each source, as a table (sources, shapes)."""
+        """Return a table (sources, shapes) of weights."""
         return [[weight * share for share in shares] for weight, shares in zip(weights, self._shares, strict=True)]
 
     def _of_parts(self, table: list[list[Fraction]]) -> list[Fraction]:
-        """Return the relative number of micro-batches of each shape."""
+        """Return the relative number of micro-batches for each shape."""
         of_shapes = [sum(column, Fraction(0)) for column in zip(*table, strict=True)]
         return [weight / count for weight, count in zip(of_shapes, self._samples, strict=True)]
 
@@ -641,7 +638,7 @@ class BlendSchedule(BatchSchedule):
         return self.sources.log(self.consumed(step))
 
     def consumed(self, step: int) -> np.ndarray:
-        """Count the samples of each source in the steps before ``step``; (sources,) int64."""
+        """Count each source's samples before ``step``; (sources,) int64."""
         parts = self._parts.counts(step * self._cut)
         of_shapes = zip(self._mixtures, parts.tolist(), self._part, strict=True)
         return cast(np.ndarray, sum(mixture.counts(count * part) for mixture, count, part in of_shapes))
@@ -659,11 +656,11 @@ class BlendSchedule(BatchSchedule):
         if not self._shaped:
             return super()._steps(steps)
         shapes, ranks = self._parts.locate(steps.start * self._cut, steps.stop * self._cut)
-        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: index in ``rows`` of each part
+        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: start of each part in ``rows``
         sizes = np.array(self._part)[shapes]
         for shape in np.unique(shapes).tolist():
             here, part = shapes == shape, self._part[shape]
-            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all parts between them are needed
+            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all parts between are needed
             found.append(self._of_shape(shape, first * part, (last + 1) * part))
             begins[here] = total + (ranks[here] - first) * part
             total += (last + 1 - first) * part
@@ -673,8 +670,8 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pool (rows of one shape and source) and the position in it of samples ``start`` to ``stop`` - 1
-        of a shape."""
+        """For samples ``start`` to ``stop`` - 1 of a shape, return the pool (rows of one shape and source) and the
+        position in the pool."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers
@@ -685,6 +682,6 @@ def _select(start: int, select, numbers: np.ndarray) -> np.ndarray:
 
 
 def _rates(weights: list[Fraction], block: Fraction) -> list[Fraction]:
-    """Scale the weights to the sum ``block``. Return them unchanged if all are 0."""
+    """Scale the weights to the sum ``block``. If all weights are 0, return them unchanged."""
     total = sum(weights)
     return [weight / total * block for weight in weights] if total else weights

@@ -1,14 +1,13 @@
 """Choose the samples in the packs of each step.
 
-Samples come in the same keyed order as without packs. This order is cut into windows, and each window fills whole steps
-of packs. Samples that do not fit wait, and are placed first in the next window. The packs of a step thus depend only on
-the seed, the data set and the sizes of packs and steps. A checkpoint stores the beginning of the current window, so a
-resumed run plans the same packs.
+Samples come in the same keyed order as without packs. The order is cut into windows. Each window fills complete steps
+of packs. Samples that do not fit wait, and are placed first in the next window. So the packs depend only on the seed,
+the data set and the sizes of packs and steps. A checkpoint stores the start of the current window.
 
-A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass, the
-samples that do not fill a step are combined with samples of the next pass. A sample of pass p is not placed while a
-sample of the same source from pass p - 2 or earlier waits. So at any step, the numbers of times that two samples of a
-source were seen differ by at most two.
+A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass,
+samples that do not fill a step are combined with samples from the next pass. While a sample of pass p waits, samples of
+its source are placed only up to pass p + 1. So the numbers of times that two samples of a source were seen differ by at
+most two.
 """
 
 from collections import Counter, OrderedDict
@@ -23,28 +22,28 @@ import numpy as np
 from opendit.data.order import PARTS, BatchSchedule, BlendSchedule, Key, SourceRows, permuted
 from opendit.data.shaped import Lengths, summary_of
 
-WINDOW = 192  # number of packs planned together, rounded up to whole steps
-SPARE = 0.02  # fraction of extra tokens that a window considers, so that it can choose samples that fit
-SAMPLED = 4  # number of full windows that are planned to estimate the mean fill
-PASSES = 16  # number of passes over the data after which fewer than ``SAMPLED`` windows are enough
-COUNTED = 4096  # minimum number of samples in the windows that are planned to estimate the mean fill
-KEPT = 16  # maximum number of steps in memory, as a number of full windows
-EVERY = 64  # number of full windows between two stored beginnings of windows
+WINDOW = 192  # packs planned at once, rounded up to complete steps
+SPARE = 0.02  # fraction of extra tokens that a window considers, for a choice of samples that fit
+SAMPLED = 4  # full windows that are planned to estimate the mean fill
+PASSES = 16  # passes over the data after which fewer windows are enough
+COUNTED = 4096  # minimum number of samples in these windows
+KEPT = 16  # maximum number of steps in memory, in full windows
+EVERY = 64  # full windows between two stored starts of windows
 _CHUNK = 4096  # samples looked up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 
 def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
-    """Return the cost of samples of these lengths, float64, in units of a token in a model without attention.
-    attention: the length at which attention takes as long as the linear layers, such as 6 x the width of a DiT."""
+    """Return the cost of samples with these lengths, float64, in tokens of a model without attention. attention: the
+    length at which attention takes as long as the linear layers, such as 6 x the width of a DiT."""
     return lengths * (1 + lengths / attention)
 
 
 class Packer:
     """Fills ``count`` packs of ``capacity`` tokens so that all packs are nearly full and have nearly equal costs.
-    Samples are placed longest first, as in first-fit-decreasing. Each goes to the pack with the lowest cost so far
-    among the packs with room for it (LPT, Graham 1969, with a capacity). A sample that fits into no
-    pack would still not fit if one later, shorter sample were removed. So exchanging two samples can't fill a pack.
+
+    Samples are placed longest first. Each goes to the pack with the lowest cost so far among the packs with room for it
+    (LPT, Graham 1969, with a capacity). Exchanging two samples afterwards can't fill a pack.
 
     least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: the sample numbers in each
     pack."""
@@ -55,12 +54,12 @@ class Packer:
         self._room = [capacity] * count
         # Heap of (cost, pack) for packs that had room when last examined.
         self._open = [(0.0, pack) for pack in range(count)]
-        # Heap of (-room, cost, pack) for the other packs. A pack returns to ``_open`` when a sample fits into its room.
+        # Heap of (-room, cost, pack) for packs that were too full. A pack returns to ``_open`` when a sample fits.
         self._shut: list[tuple[int, float, int]] = []
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens. Return those that fit into no pack.
-        Samples of earlier calls stay in the packs. Samples of equal length keep their order."""
+        """Place the samples ``numbers`` (n,) with ``lengths`` (n,) int64 tokens. Return the samples that fit into no
+        pack. Samples of earlier calls stay in the packs. Samples of equal length stay in order."""
         order = np.argsort(-lengths, kind="stable")
         work = work_of(lengths[order], self.attention).tolist()
         left, room, open_packs, shut = [], self._room, self._open, self._shut
@@ -87,9 +86,9 @@ class Beginning:
     """The state at the beginning of a window."""
 
     step: int  # first step of the window
-    position: int  # first position in the order of samples that no earlier window considered
-    carry: tuple[int, ...] = ()  # earlier positions whose samples wait, ascending
-    # positions in the order at which the weights of a blend have changed so far; the first is 0
+    position: int  # first position in the order of samples that no window has considered
+    carry: tuple[int, ...] = ()  # earlier positions of waiting samples, ascending
+    # positions in the order at which a blend's weights have changed so far; the first is 0
     stages: tuple[int, ...] = (0,)
 
 
@@ -99,14 +98,14 @@ class _Samples(NamedTuple):
     places: np.ndarray  # positions in the order of samples
     rows: np.ndarray  # rows of the data set
     sources: np.ndarray  # source of each sample
-    passes: np.ndarray  # index of the pass over the source, from 0, to which each sample belongs
+    passes: np.ndarray  # number of the pass over the source, from 0
     lengths: np.ndarray  # tokens of each sample
 
     def of(self, which: Any) -> "_Samples":
         return _Samples(*(field[which] for field in self))
 
     def levels(self) -> np.ndarray:
-        """Return each sample's pass minus that of the first of these samples from the same source, (n,) int64."""
+        """Return each sample's pass minus the pass of its source's first sample, (n,) int64."""
         _, first, source = np.unique(self.sources, return_index=True, return_inverse=True)
         return self.passes - self.passes[first][source]
 
@@ -117,21 +116,21 @@ def _joined(parts: list[_Samples]) -> _Samples:
 
 class _Window(NamedTuple):
     rows: list[list[int]]  # rows of each step, pack after pack
-    ends: list[list[int]]  # for each step, the end of each pack in the step's rows
-    places: list[np.ndarray]  # for each step, the positions of its rows in the order of samples
-    filled: int  # number of tokens in all packs together
+    ends: list[list[int]]  # for each step, the end of each pack in its rows
+    places: list[np.ndarray]  # for each step, its positions in the order of samples
+    filled: int  # tokens in all packs
     begin: Beginning
     after: Beginning
-    waiting: _Samples  # samples at the positions ``after.carry``, which wait for the next window
+    waiting: _Samples  # samples at ``after.carry``
 
 
 class PackSchedule(BatchSchedule):
-    """A schedule whose units are packs. In a pack, samples are sorted by descending length; samples of equal length
-    keep their order. The packs of a step have nearly equal costs. They are sorted by cost, so that the packs of one
-    micro-batch are the most similar.
+    """A schedule with packs as units. The samples in a pack are sorted by descending length; samples of equal length
+    stay in order. A step's packs have nearly equal costs. They are sorted by cost, so that the packs of one micro-batch
+    are the most similar.
 
     Args:
-        tokens: (rows,) number of tokens of each row's sample.
+        tokens: (rows,) number of tokens in each row's sample.
         capacity: tokens of a pack.
         global_batch: packs of one optimizer step = batch_size x data-parallel ranks x grad_accumulation.
         sources: the sources, if the data set has several.
@@ -188,8 +187,7 @@ class PackSchedule(BatchSchedule):
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
-        """Return the number of complete passes over the data before ``step``: samples drawn / samples of a pass,
-        rounded down."""
+        """Return the number of complete passes over the data before ``step``."""
         return self.drawn(step) // self.samples_of_a_pass
 
     def drawn(self, step: int) -> int:
@@ -197,8 +195,8 @@ class PackSchedule(BatchSchedule):
         return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
-        """Return the number of whole steps in ``epochs`` passes, at least one. Steps after the first windows are
-        estimated from the fill of these windows and the mean length of samples in each stage of the blend."""
+        """Return the number of complete steps in ``epochs`` passes, at least one. Beyond the first windows, the number
+        is an estimate from the fill of these windows and the mean sample length in each stage."""
         drawn, fill = self._counted()
         samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
         if samples < drawn[-1]:
@@ -224,8 +222,8 @@ class PackSchedule(BatchSchedule):
         return found
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """Implement ``BatchSchedule.seen`` for a single source. All samples before the current position have been
-        drawn, except waiting samples and samples in later steps of the window."""
+        """Implement ``BatchSchedule.seen`` for a single source. All samples before the current position were drawn,
+        except waiting samples and samples in later steps of the window."""
         if self.sources is not None:
             return None
         begin, waiting = self._after(step)
@@ -251,8 +249,8 @@ class PackSchedule(BatchSchedule):
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
-        """Return the cumulative number of samples drawn in the first steps of a run, (steps + 1,) int64, and the
-        fraction of these packs' tokens that is not padding."""
+        """Return the cumulative number of samples drawn in the first steps, (steps + 1,) int64, and the fraction of the
+        packs' tokens that is not padding."""
         if self._first_steps is None:
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)
@@ -279,7 +277,7 @@ class PackSchedule(BatchSchedule):
     # ------------------------------------------------------------------------------------- state of a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state for a checkpoint after ``step`` steps, for JSON: the beginning of the next step's window."""
+        """Return the state for a checkpoint after ``step`` steps, for JSON: the start of the next step's window."""
         begin = self._beginning(step)
         return {
             "step": begin.step,
@@ -291,13 +289,12 @@ class PackSchedule(BatchSchedule):
         }
 
     def restore(self, state: dict[str, Any], step: int) -> bool:
-        """Continue from the ``state`` that :meth:`state` returned after ``step`` steps. If the capacity of packs or the
-        number of packs in a step has changed, the samples not drawn yet are packed differently. Checkpoints of old
-        releases, whose windows had a fixed number of steps, do not store the window's first step. After such a
-        checkpoint the run repeats the samples from the beginning of the window.
+        """Continue from the ``state`` that :meth:`state` returned after ``step`` steps. If the size of packs or steps
+        has changed, the remaining samples are packed differently. Checkpoints of old releases lack the window's first
+        step. After such a checkpoint, the run repeats the samples from the start of the window.
 
         Return True if the next packs are the same as in an uninterrupted run. Raises ValueError if the state is
-        damaged, or the blend lists fewer changes of weights than had already happened."""
+        damaged, or the blend lists fewer changes of weights than have already happened."""
         carry, stages, begins = tuple(state["carry"]), tuple(state["stages"]), state.get("step", step)
         changes = 1 if self.sources is None else len(self.sources.stages)
         if self.sources is not None and len(stages) > changes:
@@ -325,13 +322,13 @@ class PackSchedule(BatchSchedule):
         return False
 
     def begin_at(self, step: int) -> None:
-        """Start the order of samples at ``step``, for a run without packs before ``step``."""
+        """Start the order of samples at ``step``, for a run without packs before."""
         self._continue_from(Beginning(step, 0))
 
     def _continue_from(self, begin: Beginning) -> None:
         self._beginnings = {begin.step: begin}
         self._windows: OrderedDict[int, _Window] = OrderedDict()
-        self._planned = 0  # number of steps of all windows in memory
+        self._planned = 0  # steps of all windows in memory
 
     # ------------------------------------------------------------------------------------------------- windows
 
@@ -340,8 +337,8 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return the beginning of the first window from ``step`` on, and the positions before it that no step before
-        ``step`` drew, (n,) int64."""
+        """Return the start of the first window from ``step`` on, and the earlier positions that were not drawn before
+        ``step``, (n,) int64."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)
@@ -379,7 +376,7 @@ class PackSchedule(BatchSchedule):
         stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
         found = self._coming(begin, stages)
         levels, ends = found.levels(), np.cumsum(found.lengths)
-        same = int(np.argmax(levels > 0)) or len(levels)  # number of samples before any source begins another pass
+        same = int(np.argmax(levels > 0)) or len(levels)  # samples before any source begins another pass
         steps = min(self.steps_per_window, int(ends[same - 1]) // step_tokens)
         wanted = steps * step_tokens if steps else self._turn_tokens
         steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
@@ -411,18 +408,18 @@ class PackSchedule(BatchSchedule):
 
     @property
     def _step_tokens(self) -> int:
-        """Number of tokens of the samples that are considered for one step of a window."""
+        """Tokens to consider for one step of a window."""
         return int(self.capacity * self.global_batch * (1 + SPARE))
 
     @property
     def _turn_tokens(self) -> int:
-        """Number of tokens that are considered for a step at the end of a pass, where less choice remains."""
+        """Tokens to consider for a step at the end of a pass, where less choice remains."""
         packs = self.global_batch
         return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
 
     def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
-        """Return the waiting samples and those from ``begin`` on, enough for a whole window, or for one step if a
-        source begins another pass earlier."""
+        """Return the waiting samples and the samples from ``begin`` on, enough for a window. If a source begins another
+        pass earlier, the samples are enough for one step."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         if waiting is None:
             waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
@@ -439,10 +436,10 @@ class PackSchedule(BatchSchedule):
         return _joined(parts)
 
     def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
-        """Place the samples, of which the first ``waited`` were waiting. Return those that do not fit."""
+        """Place the samples. The first ``waited`` samples were waiting. Return the samples that do not fit."""
         stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
         cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
-        # behind: for each source, the lowest level (see ``_Samples.levels``) of a sample that did not fit.
+        # behind: for each source, the lowest level of a sample that did not fit (see ``_Samples.levels``)
         left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)
         for first, end in zip(cuts[:-1], cuts[1:], strict=True):
             numbers = np.arange(first, end)
@@ -462,7 +459,7 @@ class PackSchedule(BatchSchedule):
         return begin.stages + (begin.position,) * (due - len(begin.stages))
 
     def _order(self, stages: tuple[int, ...]) -> BatchSchedule:
-        """Return the order of samples, as a schedule with one sample in a step."""
+        """Return the order of samples, as a schedule with one sample per step."""
         if self._base is None or self._base[0] != stages:
             if self.sources is None:
                 made = BatchSchedule(self.dataset_size, 1, self.seed)

@@ -17,20 +17,20 @@ from opendit.data.base import COLOURS, BadSample, to_pixels
 from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_codes
 from opendit.data.files import TIME_LIMIT, printable, problem
 
-# Maximum pixels of a picture, as in Pillow. A decoded pixel takes 4 bytes, and some modes briefly need three times as
-# much, 2 GiB in all.
+# Maximum pixels of a picture, as in Pillow. A decoded pixel takes 4 bytes, and some modes need 12 for a short time: 2
+# GiB.
 MAX_PIXELS = 178_956_970
-MAX_WHOLE_FILE = 2**28  # maximum bytes of a file that Pillow reads completely before decoding (WebP, AVIF)
-MAX_SCANS = 500  # maximum scans of a progressive JPEG; each takes a full decoding pass, and about ten are usual
-LONGEST = 16  # pictures with a larger ratio of their sides are cropped before they are enlarged
+MAX_WHOLE_FILE = 2**28  # maximum bytes of a file that Pillow reads completely before decoding
+MAX_SCANS = 500  # maximum scans of a progressive JPEG; about ten are usual, and each takes a decoding pass
+LONGEST = 16  # pictures with a larger ratio of sides are cropped before enlarging
 
 ORIENTATION = 274  # EXIF tag; values from 5 on swap width and height
 SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
 WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. For the others,
-# Pillow reads only the headers.
+# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. Of the other formats,
+# Pillow reads only headers.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
@@ -42,14 +42,14 @@ def _formats() -> tuple[str, ...]:
 
 @cache
 def picture_suffixes() -> frozenset[str]:
-    """Return the suffixes of all formats that this module decodes, in lower case and with their dots."""
+    """Return the suffixes of all formats that this module decodes, in lower case with a dot."""
     names = {*_formats(), "MPO"}  # MPO: JPEG files with several pictures, opened as JPEG
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in names)
 
 
 def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> tuple[int, int]:
-    """Return the first row and column of a crop that can be moved by ``down`` and ``across`` pixels, to ``place`` in
-    [0, 1) along each; None: to the centre."""
+    """Return a crop's first row and column. down, across: pixels by which the crop can be moved. place: fractions of
+    ``down`` and ``across`` in [0, 1); None for the centre."""
     if place is None:
         return down // 2, across // 2
     return int(place[0] * (down + 1)), int(place[1] * (across + 1))
@@ -58,13 +58,12 @@ def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> 
 def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None = None) -> Image.Image:
     """Return ADM's crop of size x size pixels, by default at the centre.
 
-    The picture is halved by a box filter while both sides stay at least ``size``, resized bicubically until the shorter
-    side is ``size``, and cropped. The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's
-    guided-diffusion, on which the reference statistics of published FID numbers are based.
+    The picture is halved by a box filter while both sides stay at least ``size``. Then it is resized bicubically until
+    the shorter side is ``size``, and cropped. The pixels equal ``center_crop_arr`` in guided-diffusion (Dhariwal and
+    Nichol), which made the reference statistics for published FID numbers.
 
-    One case differs: a picture that would be enlarged, and whose sides have a ratio above ``LONGEST``, is cropped
-    first, because ADM's order takes gigabytes. A few of its pixels differ by one level of 255. place: see
-    :func:`start_of_crop`."""
+    One case differs by at most one level of 255: a picture to be enlarged, with a ratio of sides above ``LONGEST``, is
+    cropped first, because ADM's order takes gigabytes. place: see :func:`start_of_crop`."""
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -78,8 +77,8 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 
 
 def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, float] | None = None) -> Image.Image:
-    """Return the largest crop with the aspect ratio width : height, resized to width x height pixels. For a square this
-    is :func:`center_crop`."""
+    """Return the largest crop with the aspect ratio width : height, resized to width x height pixels. A square crop is
+    :func:`center_crop`."""
     if height == width:
         return center_crop(image, height, place)
     while image.width >= 2 * width and image.height >= 2 * height:
@@ -128,7 +127,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
     left, top = max(0, math.floor(box[0]) - margin), max(0, math.floor(box[1]) - margin)
     right, bottom = (math.ceil(end) + margin for end in box[2:])
     image = image.crop((left, top, min(right, image.width), min(bottom, image.height)))
-    # Resize one axis after the other, in the same order as Pillow.
+    # Resize along the width first, like Pillow.
     across = (box[0] - left, 0, box[2] - left, image.height)
     image = image.resize((size, image.height), resample=Image.Resampling.BICUBIC, box=across)
     down = (0, box[1] - top, size, box[3] - top)
@@ -136,7 +135,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
 
 
 class PictureFile(io.BufferedReader):
-    """An open file that limits the time and the size of reads: decoders request as many bytes as a header claims."""
+    """An open file with limited time and size per read, because decoders request as many bytes as a header claims."""
 
     def __init__(self, path: str, time_limit: float, content: bytes | None = None):
         super().__init__(io.FileIO(path) if content is None else io.BytesIO(content))
@@ -163,11 +162,11 @@ class PictureFile(io.BufferedReader):
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
     """Read a picture file as 8-bit sRGB, upright, with transparent pixels blended onto white.
 
-    Colours are converted as ``opendit.data.colours`` describes. Only the first frame of an animation is read.
+    Colours are converted as in ``opendit.data.colours``. Only the first frame of an animation is read.
 
-    Grey pictures with more than 8 bits are scaled to 0 to 255. 16-bit values, and 32-bit integers that fit 16 bits, are
-    divided by 257. Floating-point values are assumed to range from 0 to 1, 255 or 65,535, whichever is the first that
-    holds them all. Otherwise the range from the minimum (or 0, if lower) to the maximum becomes 0 to 255.
+    Grey pictures with more than 8 bits are scaled to 0 to 255. Values of 16 bits are divided by 257, also if they are
+    stored as 32-bit integers. Floating-point values may range from 0 to 1, 255 or 65,535; the first range that holds
+    them all is used. Otherwise the range from the minimum (at most 0) to the maximum becomes 0 to 255.
 
     content: bytes of a picture inside another file; ``path`` is then only its name.
 
@@ -176,10 +175,10 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
     with opened_picture(path, content, time_limit) as (file, image):
         note_codes(image, file)
         image.load()
-        # Pillow reads 32-bit integers of a TIFF as signed, but they are unsigned unless a tag says otherwise.
+        # Pillow reads 32-bit integers in a TIFF as signed, but they are unsigned unless a tag says otherwise.
         tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
         unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
-        conversion = conversion_of(image)  # before upright(), whose copy lacks the file's format
+        conversion = conversion_of(image)  # before upright(): its copy lacks the file's format
         kind = kind_of_picture(image)
         picture = _to_rgb(upright(image), unsigned, conversion)
         picture.info[COLOURS] = kind
@@ -255,8 +254,8 @@ def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] 
             grey[numbers == key] = 255
         return Image.fromarray(grey).convert("RGB")
     if image.mode == "RGB" and key is not None:
-        # Pillow keeps only the upper byte of a 16-bit picture's values, but all 16 bits of the transparent colour.
-        # Reduce the colour to its upper byte, too, so that it matches.
+        # Of a 16-bit picture, Pillow keeps only the values' upper bytes. So keep only the upper byte of the transparent
+        # colour.
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):

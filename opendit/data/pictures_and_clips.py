@@ -58,8 +58,8 @@ from opendit.data.sources import Request
 from opendit.data.video_files import Timeline, choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
-CHECKED_FILES = 2000  # maximum number of files that are checked when a data set is opened
-CHECKED_CLIPS, DECODED_FILES = 200, 100  # maximum files that ``_readable`` tries if some are clips, and decodes
+CHECKED_FILES = 2000  # maximum files to check when a data set is opened
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # maximum files that ``_readable`` tries if there are clips, and decodes
 
 
 class PicturesAndClips(MediaDataset):
@@ -75,8 +75,8 @@ class PicturesAndClips(MediaDataset):
 
     Raises ValueError, naming the flag, for invalid settings of clips and for a reader that does not work."""
 
-    rated = 32  # number of clips whose frame rate is read
-    size_threads = 8  # number of threads that read media sizes
+    rated = 32  # number of clips to read the frame rate from
+    size_threads = 8  # threads that read media sizes
 
     def __init__(
         self,
@@ -141,8 +141,8 @@ class PicturesAndClips(MediaDataset):
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
-        """Function that counts the frames that a clip has at ``fps``; None to count every frame of the file. With
-        ``short_clips="interval"`` a clip that is too short is read at a higher rate, so all its frames count."""
+        """Function that counts a clip's frames at ``fps``; None to count all frames of the file. With
+        ``short_clips="interval"``, too short clips are read at a higher rate, so all their frames count."""
         if self.fps is None:
             return None
         fps, all_count = self.fps, self.short_clips == "interval"
@@ -153,8 +153,8 @@ class PicturesAndClips(MediaDataset):
         raise NotImplementedError
 
     def media_sizes(self) -> np.ndarray:
-        """Return (rows, 3) int32, the size of every row's medium, or zeros for an unreadable one, cached on the
-        machine."""
+        """Return (rows, 3) int32, the size of every row's medium, cached on the machine. An unreadable medium has
+        zeros."""
 
         def name() -> str:
             known = self.fingerprint()
@@ -207,8 +207,8 @@ class PicturesAndClips(MediaDataset):
 
 
 SIZES = "sizes as shown, of animations as clips"  # part of the cache key; change it if the definition of sizes changes
-HEAD = 1 << 16  # bytes that nearly always contain a picture's whole header
-_WHOLE = 4 * HEAD  # bytes; smaller clips are read completely
+HEAD = 1 << 16  # bytes that nearly always contain a picture's complete header
+_WHOLE = 4 * HEAD  # smaller clips, in bytes, are read completely
 _ROWS = 4096  # rows between two updates of the progress bar
 
 
@@ -218,20 +218,21 @@ def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | No
 
 
 def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
-    """Return the :data:`Size` of a stored picture of ``size`` bytes. read: returns ``count`` bytes from byte ``at``."""
+    """Return the :data:`Size` of a picture of ``size`` bytes inside another file. read: (at, count) -> ``count`` bytes
+    from byte ``at``."""
     if size > HEAD:
         try:
             return (1, *picture_size(name, content=read(0, HEAD)))
         except BadSample:
-            pass  # read all below: the header is longer, or the format needs the whole file
+            pass  # read all below: the header is longer, or the format needs all bytes
     return (1, *picture_size(name, content=read(0, size)))
 
 
 def stored_clip_size(
     name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
 ) -> Size:
-    """Like :func:`stored_picture_size`, for a clip. If possible, only an MP4's tables and the start of its first frame
-    are read. count: see ``clip_size``."""
+    """Return the :data:`Size` of a clip inside another file. If possible, only an MP4's tables and the start of its
+    first frame are read. size, read: see :func:`stored_picture_size`. count: see ``clip_size``."""
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
@@ -243,7 +244,7 @@ def stored_clip_size(
 
 
 def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
-    """Return the size from a table row's columns height, width and, for a clip, num_frames; None without valid ones."""
+    """Return the size from a table row's columns height, width and, for a clip, num_frames; None if invalid."""
     try:
         frames = 1 if is_picture else int(extra["num_frames"])
         found = frames, int(extra["height"]), int(extra["width"])
@@ -265,7 +266,7 @@ def find_pictures(folder: str) -> PictureFolder:
     """Find the pictures of a folder. Every subfolder is a class and is searched to any depth. If no subfolder has
     pictures, the folder is a single class.
 
-    Raises FileNotFoundError if there are no pictures, and ValueError for a folder that can't be read, a class without
+    Raises FileNotFoundError if there are no pictures. Raises ValueError for an unreadable folder, a class without
     pictures, or subfolders that are splits."""
     ignored, suffixes = Ignored(), picture_suffixes()
     try:
@@ -319,7 +320,7 @@ def _unreadable(folder: str, folders: list[str]) -> ValueError:
 
 
 def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str, Ignored]) -> None:
-    """Raise ValueError if the subfolders are splits, or if one has no pictures. others: ignored files of each."""
+    """Raise ValueError if the subfolders are splits, or if one has no pictures. others: ignored files per subfolder."""
     splits = [name for name in pictures if name.lower() in ("train", "val", "valid", "validation", "test")]
     if "train" in splits and len(splits) == len(pictures):
         train = os.path.join(folder, "train")
@@ -341,7 +342,7 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
 
 
 def _try_some(count: int, most: int, why_not: Callable[[int], str | None]) -> tuple[list[int], dict[int, str]]:
-    """Call ``why_not`` for up to ``most`` of ``count`` rows, evenly spaced. Return (these rows, {row: its reason})."""
+    """Call ``why_not`` for up to ``most`` of ``count`` rows, evenly spaced. Return (tried rows, row -> reason)."""
     picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
     rows = spread(count, most)
     found = in_threads(why_not, rows)
@@ -363,9 +364,9 @@ def _why_missing(path: str) -> str | None:
 def check_files(
     data_path: str, paths: Sequence[str], max_bad: float, why_not: Callable[[str], str | None], fix: str
 ) -> None:
-    """Check up to 2,000 evenly spaced files by ``why_not``, which returns "path: reason" for a bad one.
+    """Check up to 2,000 evenly spaced files. why_not: returns "path: reason" for a bad file.
 
-    Raises ValueError, naming a few of them and the ``fix``, if more than the fraction ``max_bad`` is bad."""
+    Raises ValueError, naming a few bad files and the ``fix``, if more than the fraction ``max_bad`` is bad."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about large and odd files even if they are usable
         rows, bad = _try_some(len(paths), CHECKED_FILES, lambda row: why_not(paths[row]))
@@ -376,7 +377,7 @@ def check_files(
 
 
 class MediaFiles(PicturesAndClips):
-    """Data set of one file per row. ``keys`` tells whether it is a picture or a clip."""
+    """Data set with one file per row. ``keys`` tells pictures from clips."""
 
     paths: TextTable
     keys: np.ndarray | int = PICTURE
@@ -439,7 +440,7 @@ class FolderDataset(MediaFiles):
         return self.label(row), self.source(row)
 
     def _identity(self) -> str:
-        # Hash paths relative to the folder. Removing the prefix as text takes only a second for a million paths.
+        # Hash paths relative to the folder. Removing the prefix as text takes a second for a million paths.
         before = os.path.join(self.folder, "").encode("utf-8", "surrogateescape")
         names = b"\0".join(name.removeprefix(before) for name in self.paths.encoded())
         return hash_parts("folder", "\0".join(self.class_names), names, self.labels.tobytes())
@@ -453,8 +454,8 @@ class FolderDataset(MediaFiles):
 
 
 class CaptionedDataset(MediaFiles):
-    """Data set of the rows of a table ``path,text``, or of a folder of captioned files (``found``). columns: names of
-    the table's columns. Raises ValueError or FileNotFoundError, naming the flag and the fix."""
+    """Data set from a table ``path,text`` or from captioned files of a folder (``found``). columns: names of the
+    table's columns. Raises ValueError or FileNotFoundError, naming the flag and the fix."""
 
     def __init__(
         self,
@@ -491,7 +492,7 @@ class CaptionedDataset(MediaFiles):
 
     def media_size(self, row: int) -> Size:
         size = tuple(self.column_sizes[row].tolist())
-        # The table lacks a clip's duration, from which ``fps`` determines the number of frames.
+        # With ``fps``, the number of frames depends on a clip's duration, and the table lacks it.
         usable = min(size) > 0 and (self._is_picture(row) or self.fps is None)
         return size if usable else super().media_size(row)
 
@@ -530,8 +531,8 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
     """Return the rows without unreadable files, and a line for the log if there are such files.
 
-    Up to 2,000 evenly spaced files are tried, or 200 if there are clips. Pictures are decoded if there are at most 100
-    rows. Otherwise only the sizes are read. Raises ValueError if all files that were tried are unreadable."""
+    Up to 2,000 evenly spaced files are tried, or 200 if there are clips. With at most 100 rows, pictures are decoded.
+    Otherwise only sizes are read. Raises ValueError if all tried files are unreadable."""
 
     def why_not(at: int) -> str | None:
         row, is_picture = rows[at]

@@ -1,7 +1,7 @@
 """Run jobs in worker processes that neither outlive their parent process nor delay its end.
 
-``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, for example on a damaged file. Then
-only that job fails.
+``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, for example on a damaged file; only
+the failing job is lost.
 """
 
 import ctypes
@@ -28,18 +28,17 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def leave_inherited_garbage() -> None:
-    """Enable garbage collection, restricted to new objects, in a process that was started under ``collection_paused``.
-    A forked process inherits its parent's garbage but not the parent's threads. If it collected an object that ends a
-    thread, such as a process group or a store of torch.distributed, it would wait forever or crash."""
+    """Enable garbage collection, but only for new objects, in a process that started under ``collection_paused``. A
+    forked process has its parent's garbage, but not the parent's threads. Collecting an object that ends a thread would
+    hang or crash, for example a process group of torch.distributed."""
     gc.freeze()
     gc.enable()
 
 
 def end_with_parent() -> None:
     """Make this process end when its parent ends, even if the parent is killed. On Linux the kernel ends this process,
-    even while it is stopped or stuck in a read. A thread also ends it, for processes that Python's fork server forked.
-    The kernel watches the thread that started this process, not the whole parent. So only call this function in a
-    process that the parent's main thread started."""
+    even while it is stopped or stuck in a read. A thread covers processes from Python's fork server. The kernel watches
+    only the thread that started this process. So the parent's main thread must have started this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:
@@ -53,7 +52,7 @@ def _follow(parent: BaseProcess) -> None:
 
 def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> None:
     """Kill processes that need no cleanup, and wait up to ``patience`` seconds in total for their end. A process that
-    the kernel can't end yet, for example because it waits for a dead network disk, is left running."""
+    waits for a dead network disk may survive."""
     for process in processes:
         process.kill()
     until = time.monotonic() + patience
@@ -70,7 +69,7 @@ def state_of(pid: int) -> str:
 
 
 def _context() -> Any:
-    # Forking takes no time. A spawned process imports torch for seconds, and again after every crash.
+    # Forking takes no time. A spawned process would import torch for seconds.
     methods = multiprocessing.get_all_start_methods()
     return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
 
@@ -82,7 +81,7 @@ def _begin_process() -> None:
 
 def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> Iterator[Any]:
     """Compute ``work(job)`` for all jobs in ``count`` processes (1: in this one). Yield results in order of completion.
-    Raises the first error of a job, after which no more jobs start, and DataError if a process was killed."""
+    Raises the first error of a job; then no more jobs start. Raises DataError if a process was killed."""
     if min(count, len(jobs)) <= 1:
         yield from map(work, jobs)
         return
@@ -104,9 +103,9 @@ def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> I
 def run_apart(
     function: Callable[..., Any], work: Sequence[tuple[Any, ...]], num_workers: int, time_limit: float
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield (index, ``function(*work[index])``) for each job in ``work``, in the order of completion. The result of a
-    failed job is a string with the reason, so ``function`` must not return strings. If a process dies, only its job is
-    lost, whereas a multiprocessing pool would fail or wait forever. time_limit: seconds for one job."""
+    """Yield (index, ``function(*work[index])``) for each job in ``work``, in order of completion. If a job fails, its
+    result is a string with the reason, so ``function`` must not return strings. If a process dies, only its job is
+    lost. time_limit: seconds for one job."""
     todo = iter(range(len(work)))
     running: dict[Connection, list[Any]] = {}  # pipe -> [process, index, deadline]
 
@@ -114,7 +113,7 @@ def run_apart(
         """Send the next job to a free process, or end the process if no job is left."""
         index = next(todo, None)
         if index is None:
-            # Closing the pipe isn't enough, because processes forked later have copies that keep it open.
+            # Closing the pipe isn't enough, because processes forked later have open copies.
             with suppress(OSError):
                 pipe.send(None)
             pipe.close()
@@ -165,11 +164,11 @@ def _end(pipe: Connection, process: multiprocessing.Process) -> None:
 
 
 def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
-    """Answer each job with the function's result, or with the reason of its failure. Runs in a worker process."""
+    """Answer each job with the function's result, or with the reason of the failure. Runs in a worker process."""
     _begin_process()
     _silence()
     while True:
-        # Poll for the parent's death, because processes forked later keep the pipe open if the parent is killed.
+        # Poll for the parent's death: processes forked later may keep the pipe open.
         while not pipe.poll(1.0):
             if os.getppid() != parent:
                 return
@@ -189,7 +188,7 @@ def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
 
 
 def _silence() -> None:
-    """Suppress FFmpeg's messages about broken files, which would disturb the progress bar."""
+    """Suppress FFmpeg's messages about broken files, because they would disturb the progress bar."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)

@@ -59,15 +59,15 @@ def open_source(asked: Request) -> MediaDataset:
 
 
 class PythonDataset(PicturesAndClips):
-    """Data set of samples ``data[i]``, which are dicts with "image" or "video", and with "text" (str) or "label" (int).
+    """Data set of samples ``data[i]``: dicts with "image" or "video", and with "text" (str) or "label" (int).
 
     An image is a PIL picture, a tensor (1 or 3, H, W) of uint8 or of floats in [0, 1], or an array (H, W, 3) uint8. A
-    video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples must have the same
-    keys as the first. If a sample has both "text" and "label", "text" is used. Class names are ``data.classes``, or
-    else the numbers below ``num_classes``.
+    video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples must have the keys of
+    the first sample. "text" has priority over "label". Class names are ``data.classes``, or the numbers below
+    ``num_classes``.
 
-    A run resumes exactly if ``data[i]`` is the same at each call and in each process. ``data.fingerprint`` (or
-    ``data._fingerprint``), a str, should change with the data. Without it, 32 evenly spaced samples are hashed.
+    A run resumes exactly if ``data[i]`` never changes. ``data.fingerprint`` (or ``data._fingerprint``), a str, should
+    change with the data. Without it, 32 evenly spaced samples are hashed.
 
     Raises ValueError, naming the fix, if ``data`` is no such data set."""
 

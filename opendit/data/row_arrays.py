@@ -1,4 +1,4 @@
-"""Share arrays with an entry for every row of a data set among the processes of a machine.
+"""Share arrays that have one entry per row of a data set among the processes of a machine.
 
 One process computes a large array and stores it in a file. The other processes map the file.
 """
@@ -22,14 +22,13 @@ _LOOKED_AT = 2**16  # number of rows searched at once
 
 
 def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
-    """Return the bytes of ``as_hashed(array)`` as a stream. ``as_hashed`` is called for one part of the array at a
-    time."""
+    """Return the bytes of ``as_hashed(array)`` as a stream. ``as_hashed`` gets a limited number of rows at a time."""
     parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
     return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
 
 
 def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
-    """Return ``values[rows]``, computed in parts, so that ``rows`` need not be an array in memory."""
+    """Return ``values[rows]``. ``rows`` need not be an array in memory, because parts of it are enough."""
     found = np.empty((len(rows), *values.shape[1:]), dtype=values.dtype)
     for first in range(0, len(rows), _ROWS):
         found[first : first + _ROWS] = values[rows[first : first + _ROWS]]
@@ -37,7 +36,7 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def next_of_key(keys: np.ndarray, row: int) -> int:
-    """Return the next row with the same key as ``row``. The search wraps around at the end."""
+    """Return the next row with the key of ``row``. The search wraps around at the end."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
         later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
         if len(later):
@@ -46,9 +45,9 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
 
 
 class TextTable(Sequence[str]):
-    """An immutable list of strings in two arrays: the UTF-8 bytes, uint8, and the end of each string, int64. If forked
-    workers shared a million Python strings, changing reference counts would copy the strings page by page, gigabytes
-    over an epoch. Two numpy arrays stay shared."""
+    """An immutable list of strings in two arrays: the UTF-8 bytes, uint8, and the end of each string, int64. Forked
+    workers share the two arrays without copies. Python strings would be copied page by page, because their reference
+    counts change."""
 
     def __init__(self, text: np.ndarray, ends: np.ndarray):
         self.text, self.ends = text, ends
@@ -85,8 +84,8 @@ class Complement:
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
-        # For each excluded number, how many numbers remain below it. The number at index n comes after all excluded
-        # numbers whose count is at most n.
+        # For each excluded number, how many numbers remain below it. The n-th number comes after all excluded numbers
+        # with counts of at most n.
         self._before = without - np.arange(len(without), dtype=without.dtype)
 
     def __len__(self) -> int:
@@ -113,11 +112,11 @@ class Complement:
         return place + int(self._count(place, self._before, "right"))
 
     def searchsorted(self, numbers: Any) -> np.ndarray:
-        """Return, for each of ``numbers`` (0 to ``size``), how many numbers of this object are below it."""
+        """For each of ``numbers`` (0 to ``size``), return how many numbers of this object are smaller."""
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:
-        # If the dtypes differed, ``searchsorted`` would copy the whole array first.
+        # With different dtypes, ``searchsorted`` would first copy the complete array.
         return among.searchsorted(np.asarray(numbers, dtype=among.dtype), side=side)
 
 
@@ -128,16 +127,16 @@ _ABOUT = "about.json"
 
 
 class KeptArrays(NamedTuple):
-    """Arrays by name, mapped from files if they are cached. about: further values, which must be JSON-serialisable."""
+    """Arrays by name, mapped from files if they are cached. about: further JSON-serialisable values."""
 
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
 
 
 def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays], least: int | None = None) -> KeptArrays:
-    """Return ``make()``. For at least ``least`` rows (default: ``LARGE``), one process of the machine computes and
-    caches it, and all others map it from files. If the cache can't be written, return ``make()`` directly. name:
-    returns a hash of everything that determines the result."""
+    """Return ``make()``. From ``least`` rows on (default: ``LARGE``), one process of the machine caches the result in
+    files, and all processes map the files. Without a writable cache, return ``make()`` directly. name: returns a hash
+    of everything that determines the result."""
     if rows < (LARGE if least is None else least):
         return make()
     identity = name()
@@ -159,7 +158,7 @@ def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays], lea
 def kept_array(
     rows: int, name: Callable[[], str], make: Callable[[], np.ndarray], least: int | None = None
 ) -> np.ndarray:
-    """Return the array ``make()`` of ``rows`` rows, cached as in :func:`kept`."""
+    """Return the array ``make()`` with ``rows`` rows, cached as in :func:`kept`."""
     return kept(rows, name, lambda: KeptArrays({"array": make()}, {}), least).arrays["array"]
 
 
