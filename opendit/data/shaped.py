@@ -1,6 +1,6 @@
-"""Assign shapes to media of any size, and build the data set whose samples are cropped to these shapes.
+"""Assign shapes to media of any size, and build the data set with samples cropped to these shapes.
 
-A shape table lists aspect ratios and durations whose tokens fit a budget. Every medium is assigned the shape that
+A shape table lists aspect ratios and durations with at most a given number of tokens. Every medium gets the shape that
 preserves its aspect ratio and length as far as whole tokens allow.
 """
 
@@ -17,22 +17,22 @@ from opendit.data.held_out import SomeRows
 from opendit.data.row_arrays import Complement, KeptArrays, kept, stream_of
 
 LONGEST = 4  # maximum ratio of a shape's sides
-STEP = 1.1  # factor between neighbouring aspect ratios of buckets
-LEVELS = 7  # number of areas: --image_size squared, half of that, and so on down to a 64th
-_ROWS = 65536  # number of media assigned at once
-_CHUNK = 2**20  # number of rows summarised at once
+STEP = 1.1  # factor between neighbouring aspect ratios
+LEVELS = 7  # number of areas: --image_size squared, a half, and so on down to a 64th
+_ROWS = 65536  # media assigned at once
+_CHUNK = 2**20  # rows summarised at once
 
 
 @dataclass(frozen=True)
 class TokenSize:
     """The size of a token."""
 
-    frames: int  # latent frames in a token of a clip. A picture has one token along time.
-    temporal: int  # number of clip frames per latent frame, after the first
+    frames: int  # latent frames per token of a clip; a picture has one token along time
+    temporal: int  # clip frames per latent frame, after the first
     side: tuple[int, int]  # (height, width) in pixels
 
     def length(self, frames: int) -> int:
-        """Return the number of tokens along time of a clip of ``frames`` frames, which must be a valid length."""
+        """Return a clip's number of tokens along time. frames: the clip's frames, a valid length."""
         return 1 if frames == 1 else ((frames - 1) // self.temporal + 1) // self.frames
 
     def clip_frames(self, tokens: int) -> int:
@@ -56,9 +56,9 @@ class ShapeTable:
 
 
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
-    """Return all shapes of at most ``most`` tokens. For each of ``LEVELS`` areas the table has aspect ratios up to
-    ``LONGEST``, at steps of a factor ``STEP`` or, if ``fine``, every one that whole tokens can make. Each occurs as a
-    picture and as clips of ``num_frames`` frames (1: pictures only), half as many, a quarter, and so on.
+    """Return all shapes of at most ``most`` tokens. For each of ``LEVELS`` areas, aspect ratios go up to ``LONGEST`` at
+    steps of a factor ``STEP``. With ``fine``, the steps are as small as whole tokens permit. Each aspect ratio occurs
+    as a picture and as clips of ``num_frames`` frames (1: pictures only), half as many, a quarter, and so on.
 
     Raises ValueError if the square of ``image_size`` has more than ``most`` tokens."""
     if (least := image_size**2 // (token.side[0] * token.side[1])) > most:
@@ -86,7 +86,7 @@ def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, f
 
 
 def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int]]:
-    """Return (rows, columns) in tokens of the shapes whose area in pixels is ``side`` squared or slightly less."""
+    """Return (rows, columns) in tokens for shapes with an area of ``side`` squared pixels or slightly less."""
     height, width = token
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
@@ -106,10 +106,10 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 
 
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
-    """Return the index of each medium's shape in ``table``, (n,) int16, or -1 if no shape is possible. A shape is
-    possible if the medium has enough frames and need not be enlarged by more than ``upscale``. Among the possible
-    shapes, the largest area wins, then the most frames, then the least cropping. sizes: (n, 3) frames, height and
-    width. interval: distance in frames between consecutive frames that are read."""
+    """Return the index of each medium's shape in ``table``, (n,) int16; -1 if no shape is possible. A shape is possible
+    if the medium has enough frames and need not be enlarged by more than ``upscale``. Of the possible shapes, the
+    largest area wins, then the most frames, then the least cropping. sizes: (n, 3) frames, height and width. interval:
+    distance in frames between consecutive frames that are read."""
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
     for first in range(0, len(sizes), _ROWS):
@@ -141,8 +141,8 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
 
 
 class Lengths:
-    """The number of tokens of every row's sample, indexed like an array. keys: (rows,) index of each row's shape.
-    tokens: (shapes,) number of tokens of each shape."""
+    """Each row's number of tokens, indexed like an array. keys: (rows,) index of each row's shape. tokens: (shapes,)
+    number of tokens of each shape."""
 
     def __init__(self, keys: np.ndarray, tokens: np.ndarray):
         self.keys, self.tokens = keys, tokens
@@ -155,7 +155,7 @@ class Lengths:
 
 
 class Summary(NamedTuple):
-    """Number of rows in a range, and minimum, maximum and sum of their samples' numbers of tokens."""
+    """Number of rows in a range, and their minimum, maximum and total tokens."""
 
     rows: int
     least: int
@@ -175,17 +175,16 @@ def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
     return Summary(stop - start, min(least), max(most), sum(total))
 
 
-_LOOKED_AT = 10_000  # number of media from which the mean cropping is estimated
+_LOOKED_AT = 10_000  # media from which the mean cropping is estimated
 _LAST = 2**62  # larger than any key
 
 
 class ShapedDataset(SomeRows):
     """The rows of ``whole`` that have a shape. Each sample is read at its shape.
 
-    found: array ``keys`` (n,) int16, the index of each row's shape; array ``rows`` (n,) int64, the ascending rows of
-    ``whole``, absent if all rows have a shape; and ``about["note"]``, the end of the data set's line in the log. sizes:
-    (m, 3) int32, frames, height and width of each shape. tokens: (m,) tokens of each shape. Raises ValueError if no row
-    has a shape."""
+    found: array ``keys`` (n,) int16, the index of each row's shape. Array ``rows`` (n,) int64, the ascending rows of
+    ``whole``; absent if all rows have a shape. ``about["note"]``, text for the log. sizes: (m, 3) int32, frames, height
+    and width of each shape. tokens: (m,) tokens of each shape. Raises ValueError if no row has a shape."""
 
     def __init__(self, whole: MediaDataset, found: KeptArrays, sizes: np.ndarray, tokens: np.ndarray):
         rows = found.arrays["rows"] if "rows" in found.arrays else Complement(len(whole), np.zeros(0, np.int64))
@@ -201,7 +200,7 @@ class ShapedDataset(SomeRows):
         return self.keys
 
     def token_counts(self, beside: int = 0) -> Lengths:
-        """Return the number of tokens of every row's sample, int32. beside: tokens to add to every sample."""
+        """Return each row's number of tokens, int32. beside: tokens to add to every row."""
         return Lengths(self.keys, self.tokens.astype(np.int32) + np.int32(beside))
 
     def _identity(self, whole: Fingerprint) -> str:
@@ -225,8 +224,8 @@ def crop_media(
     max_upscale: float,
     fine: bool = False,
 ) -> ShapedDataset:
-    """Return a data set of pixels whose media are cropped to similar shapes of at most ``most`` tokens. num_frames:
-    maximum frames of a clip; 1 if there are only pictures. Raises ValueError, naming ``flag`` and the fix."""
+    """Return a data set of pixels, cropped to similar shapes of at most ``most`` tokens. num_frames: maximum frames of
+    a clip; 1 if there are only pictures. Raises ValueError, naming ``flag`` and the fix."""
     try:
         table = shape_table(image_size, num_frames, token, most, fine=fine)
     except ValueError as error:
@@ -236,9 +235,9 @@ def crop_media(
 
 
 def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str) -> ShapedDataset:
-    """Return a data set of pixels at the shapes of ``table``. interval: see :func:`assign`. Media that can't be read or
-    are too small for every shape are left out. The note in the log counts them and names some. Raises ValueError,
-    naming ``flag`` and the fix, if no medium is left, or if more than the data set's ``max_bad`` can't be read."""
+    """Return a data set of pixels at the shapes of ``table``. Unreadable media, and media that are too small for every
+    shape, are left out; the log counts them. interval: see :func:`assign`. Raises ValueError, naming ``flag`` and the
+    fix, if no medium is left, or if more than the data set's ``max_bad`` can't be read."""
 
     def find() -> KeptArrays:
         chosen, note = _shapes_of_media(dataset, table, interval, upscale, flag)
@@ -315,12 +314,12 @@ def _shapes_of_media(
 
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0) -> ShapedDataset:
     """Return a ShapedDataset of cached latents at their stored shapes. token: size of a token, with sides in latents
-    instead of pixels. beside: number of the ``most`` tokens that are reserved for the caption. Raises ValueError,
-    naming ``flag``, for too many tokens, and for latents whose sides the model's patch does not divide."""
+    instead of pixels. beside: tokens for the caption, out of ``most``. Raises ValueError, naming ``flag``, for too many
+    tokens, and for latents with sides that the model's patch does not divide."""
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Number the shapes in the order of their keys. The keys have the order of the media's shapes, so batches of latents
-    # come in the same order as batches of the media.
+    # Number the shapes in order of their keys, as for the media. So batches of latents come in the same order as
+    # batches of media.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):

@@ -217,8 +217,8 @@ def _file_advice(path: Path) -> str:
 class Recaptioned(SomeRows):
     """All rows of another data set with changed captions. prefix: text to put before each caption, with a blank.
 
-    Tags are the parts of a caption between commas. Each read of a sample may shuffle them, and drop each with the
-    probability ``drop`` but never all, keyed by ``View.tags``; without this key a caption keeps its tags."""
+    Tags are separated by commas in a caption. Each read of a sample may shuffle the tags. It drops each tag with the
+    probability ``drop``, but never all. ``View.tags`` is the random key; without it, tags stay unchanged."""
 
     def __init__(self, whole: MediaDataset, prefix: str, *, shuffle: bool = False, drop: float = 0.0):
         super().__init__(whole, Complement(len(whole), np.zeros(0, np.int64)), "")
@@ -259,7 +259,7 @@ def change_tags(text: str, key: int, *, shuffle: bool, drop: float) -> str:
     tags = [tag for part in text.split(",") if (tag := part.strip())]
     if len(tags) < 2:
         return text
-    # Use numpy's generator, because opendit.diffusion.random is made for batches and takes a millisecond.
+    # Shuffle and drop a caption's tags at random, keyed by ``key``. A single tag is unchanged.
     numbers = np.random.Philox(key=key).random_raw(2 * len(tags)).reshape(2, -1) / 2**64
     order = numbers[0].argsort() if shuffle else np.arange(len(tags))
     kept = numbers[1] >= min(drop, numbers[1].max())

@@ -1,7 +1,7 @@
 """Small picture data sets that torchvision downloads, recognised by their files on disk.
 
-For CIFAR-10, CIFAR-100, STL-10 and SVHN, torchvision checks the files' MD5 sums before it reads them. CIFAR's files are
-pickles, which are never opened without this check. MNIST and Fashion-MNIST are plain arrays.
+For CIFAR-10, CIFAR-100, STL-10 and SVHN, torchvision checks the files' MD5 sums before reading. CIFAR's files are
+pickles, so this check is required. MNIST and Fashion-MNIST are plain arrays.
 """
 
 import os

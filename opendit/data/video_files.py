@@ -1,9 +1,8 @@
 """Decode clips with torchcodec or PyAV behind one interface, with the same pixels, and write MP4 files.
 
-FFmpeg, when it decodes a file from the start, defines the frames of the file. A reader that seeks returns other frames
-for some files, for example if an edit list hides frames. So a file's packets are examined first. Readers seek only in
-files for which they are known to return the right frames. PyAV decodes all other files from the start
-(``opendit.data.clips``)."""
+The frames of a file are the frames that FFmpeg decodes from the start. A reader that seeks returns other frames for
+some files, for example if an edit list hides frames. So a file's packets are examined first, and readers seek only if
+they are known to return the right frames. PyAV decodes all other files from the start (``opendit.data.clips``)."""
 
 import os
 import struct
@@ -49,15 +48,15 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """End of the last frame, which is assumed to last as long as the median frame; a single frame lasts 0 s."""
+        """End of the last frame. It is assumed to last as long as the median frame; a single frame lasts 0 s."""
         if len(self.seconds) < 2:
             return float(self.seconds[-1])
         return float(self.seconds[-1] + np.median(np.diff(self.seconds)))
 
     @property
     def rate(self) -> float:
-        """Frames per second: the mean rate if the frames are equally spaced up to rounding, else the rate of the median
-        distance; 0 for a single frame."""
+        """Frames per second; 0 for a single frame. This is the mean rate if the frames are equally spaced up to
+        rounding, else the rate of the median distance."""
         if len(self.seconds) < 2:
             return 0.0
         gaps = np.diff(self.seconds)
@@ -66,7 +65,7 @@ class Timeline(NamedTuple):
         return round(float(1 / (mean if even else np.median(gaps))), 6)
 
     def count(self, fps: float) -> int:
-        """Return the number of frames of the clip at ``fps`` frames per second."""
+        """Return the number of frames in the clip at ``fps`` frames per second."""
         return max(1, int(np.ceil((self.end - self.seconds[0] - ROUNDING) * fps)))
 
     def shown_at(self, times: np.ndarray) -> list[int]:
@@ -81,8 +80,8 @@ _MOST_STRETCH = 100  # largest plausible ratio of a pixel's sides
 class Geometry:
     """Transform from a stream's decoded frames to the frames that players show.
 
-    It cuts off ``crop`` (from :func:`container_crop`), stretches pixels that are not square along their longer side,
-    then rotates and mirrors by the display matrix. stream: PyAV stream."""
+    First cut off ``crop`` (from :func:`container_crop`). Then stretch pixels that are not square along their longer
+    side. Then rotate and mirror by the display matrix. stream: PyAV stream."""
 
     def __init__(self, stream: Any, crop: Crop = (0, 0, 0, 0)):
         self.crop = crop
@@ -105,7 +104,7 @@ class Geometry:
         return any(self.crop) or self.pixel != 1 or a * d - b * c < 0
 
     def __call__(self, frame: Any, pixels: np.ndarray) -> np.ndarray:
-        """Return the displayed pixels of a PyAV frame. pixels: the decoded ones, (H, W, C) uint8."""
+        """Return the displayed pixels of a PyAV frame. pixels: decoded pixels, (H, W, C) uint8."""
         left, _, top, _ = self.crop
         height, width = self._cut(*pixels.shape[:2])
         if (height, width) != pixels.shape[:2]:
@@ -138,7 +137,7 @@ def _matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _swaps(a: int, b: int, c: int, d: int) -> bool:
-    """Return True if rows become columns; any rotation counts as the nearest quarter turn."""
+    """Return True if rows become columns. A rotation counts as the nearest quarter turn."""
     return abs(b) + abs(c) > abs(a) + abs(d)
 
 
@@ -150,16 +149,16 @@ def _stretch(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     return stretched[0].permute(1, 2, 0).numpy()
 
 
-READERS = ("torchcodec", "pyav")  # the order that ``auto`` tries them in, the fastest first
-CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord: an earlier version's option, which now selects PyAV
-# Containers that hold a clip themselves, unlike playlists, descriptions and devices, which name other files.
+READERS = ("torchcodec", "pyav")  # the order of ``auto``, fastest first
+CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord: an option of an earlier version; now selects PyAV
+# Containers that hold a clip themselves. Playlists, descriptions and devices name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
 _BT709, _FULL_RANGE = 1, 2  # number of a matrix in H.273; number of a colour range in FFmpeg
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
-# Codecs whose packets may all be key frames, because no frame refers to another.
+# Codecs in which all packets may be key frames, because no frame refers to another.
 _KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
-_SMALLEST = 16  # minimum bytes of a coded MPEG-4 frame; shorter packets repeat the previous frame and are not shown
+_SMALLEST = 16  # minimum bytes of a shown MPEG-4 frame; shorter packets repeat the previous frame
 
 
 @dataclass(frozen=True)
@@ -169,16 +168,16 @@ class Contents:
     container: str
     codec: str
     time_base: Fraction
-    length: int  # packets with frames that are not hidden
-    # True if FFmpeg decodes exactly ``length`` frames. Otherwise the number is known only after decoding the whole
-    # file, and no frame can be found by its number.
+    length: int  # number of packets with shown frames
+    # True if FFmpeg decodes exactly ``length`` frames. If False, only decoding all frames gives their number.
     counted: bool
-    # Display times of the frames, increasing, in units of time_base; None if a frame has no time or two have the same.
+    # Display times of the frames, ascending, in units of time_base; None if a frame has no time or two have the same
+    # time.
     times: np.ndarray | None
-    keys: list[tuple[int, int]]  # (display time, decoding time) of the frames at which decoding can begin
-    rate: float  # frames per second according to the container; 0 if unknown
+    keys: list[tuple[int, int]]  # (display time, decoding time) of frames where decoding can begin
+    rate: float  # the container's frames per second; 0 if unknown
     crop: Crop  # borders that the container hides
-    # True if only :class:`ToRgb` shows the frames as players do: HDR, wide-gamut and transparent frames, and
+    # True if only :class:`ToRgb` shows the frames like players: HDR, wide-gamut or transparent frames, or
     # high-definition frames without a named matrix.
     converted: bool = False
 
@@ -204,7 +203,7 @@ class Reader(Protocol):
     """An open clip."""
 
     length: int  # number of frames
-    declared: int  # pixels of a frame according to the file's header
+    declared: int  # pixels of a frame by the file's header
 
     def size(self) -> tuple[int, int]: ...
 
@@ -223,7 +222,7 @@ def open_container(name: str) -> Any:
 
 
 def video_stream(file: Any) -> Any:
-    """Return the stream that players show: FFmpeg's best one apart from cover pictures. Raises NoVideo."""
+    """Return the stream that players show: FFmpeg's best one, except cover pictures. Raises NoVideo."""
     from av.stream import Disposition
 
     streams = file.streams.video
@@ -242,12 +241,12 @@ class Packet(NamedTuple):
     decoded: int | None  # decoding time
     key: bool
     hidden: bool  # True if an edit list hides the frame
-    holds: bool  # True if it contains a complete, shown frame, and, if it is a key frame, decoding can begin there
+    holds: bool  # True if complete and shown; a key frame must also permit decoding from there
 
 
 def look_up(name: str, *, whole: bool = True) -> Contents:
-    """Return the :class:`Contents` of a file. whole: False if only the parts of the file that describe the frames are
-    present. Raises NoVideo, UnknownColours, or libav's errors."""
+    """Return the :class:`Contents` of a file. whole: False if only the file's description of the frames is present.
+    Raises NoVideo, UnknownColours, or libav's errors."""
     with open_container(name) as file:
         stream = video_stream(file)
         context = stream.codec_context
@@ -257,7 +256,7 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
         packets = _packets(file, stream, whole)
         shown = [packet.shown for packet in packets if not packet.hidden]
         times = rising_times(shown)
-        # AVI stores no times. FFmpeg guesses them, and is wrong if the storage order differs from the display order.
+        # AVI stores no times. FFmpeg's guesses are wrong if the storage order differs from the display order.
         guessed = container == "avi" and (context.has_b_frames or codec not in ("mpeg4", "mjpeg"))
         halves = context.field_order > 1 and container.split(",")[0] not in _SEEKABLE  # a packet may be half a frame
         counted = not guessed and not halves and times is not None and _can_be_counted(packets, times, codec)
@@ -284,7 +283,7 @@ def colours_of(stream: Any) -> str:
 
 
 def _needs_matrix(pictures: Any) -> bool:
-    """Return True for a codec context or frame in high definition and YUV that does not name its matrix."""
+    """Return True if a codec context or frame is in high definition and YUV, and names no matrix."""
     if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
         return False
     return pictures.format is not None and not pictures.format.is_rgb
@@ -296,7 +295,7 @@ def _shows_alpha(stream: Any) -> bool:
 
 
 def _alpha_aside(stream: Any) -> bool:
-    """Return True if a VP8 or VP9 stream has alpha in side data, which FFmpeg's own decoders ignore."""
+    """Return True if a VP8 or VP9 stream has alpha in side data. FFmpeg's own decoders ignore such alpha."""
     told = {name.lower(): value for name, value in stream.metadata.items()}
     return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 
@@ -315,8 +314,8 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
 
 
 def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
-    """Return the packets of a stream that are not empty. whole: if False, only the first packet is complete, and
-    ``holds`` is False for other packets whose contents would be needed to tell."""
+    """Return the packets of a stream, without empty ones. whole: if False, only the first packet is complete, and
+    ``holds`` is False for packets with unknown contents."""
     codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
     length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
     found: list[Packet] = []
@@ -329,7 +328,7 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
         if codec == "h264" and only_keys:
             holds &= (whole or not found) and begins_anew(bytes(packet), length)
         elif codec in ("vp8", "vp9"):
-            # Without reading its contents, only a packet of an MP4 is known to be shown, because MP4 requires it.
+            # Without their contents, packets are known to be shown only in an MP4, because MP4 requires it.
             holds &= not _is_unseen(codec, packet) if whole else file.format.name.startswith("mov")
         elif codec == "mpeg4":
             holds &= packet.size >= _SMALLEST
@@ -338,16 +337,16 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
 
 
 def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> bool:
-    """Return True if decoding from the start gives one frame for each packet that no edit list hides."""
+    """Return True if decoding from the start gives one frame for each packet that is not hidden."""
     first = packets[0]
     if not first.key or not all(packet.holds for packet in packets):
         return False
     if len(packets) > 1 and all(packet.key for packet in packets) and codec not in _KEYS_ONLY:
         return False  # the file has no list of its key frames
-    # A frame that is shown before the first key frame refers to frames that are missing.
+    # A frame shown before the first key frame refers to missing frames.
     if first.shown != times[0] and not first.hidden:
         return False
-    # With several edits, a decoder restarts within the file and loses the frames that refer to hidden frames.
+    # With several edits, a decoder restarts within the file and loses frames that refer to hidden frames.
     hidden = [packet.shown for packet in packets if packet.hidden]
     stored = [packet.decoded for packet in packets if packet.decoded is not None]
     return all(time is not None and not times[0] <= time <= times[-1] for time in hidden) and stored == sorted(stored)
@@ -358,7 +357,7 @@ def crop_of(name: str, file: Any, stream: Any) -> Crop:
 
 
 def rising_times(times: list[int | None]) -> np.ndarray | None:
-    """Return the sorted times, or None if there are none, one is unknown, or two are the same."""
+    """Return the sorted times; None if there are none, one is unknown, or two are equal."""
     if not times or None in times:
         return None
     ordered = np.sort(np.array(times, dtype=np.int64))
@@ -366,7 +365,7 @@ def rising_times(times: list[int | None]) -> np.ndarray | None:
 
 
 def _is_unseen(codec: str, packet: Any) -> bool:
-    """Return True if a VP8 or VP9 packet holds only a reference frame that is not shown."""
+    """Return True if a VP8 or VP9 packet holds only a reference frame and shows nothing."""
     data = memoryview(packet)
     if codec == "vp8":
         return not data[0] >> 4 & 1
@@ -377,7 +376,7 @@ def _is_unseen(codec: str, packet: Any) -> bool:
 
 
 class ToRgb:
-    """Converter of PyAV frames to RGB, with the same pixels as torchcodec.
+    """Converter from PyAV frames to RGB, with the pixels of torchcodec.
 
     HDR and wide gamuts are converted as in ``opendit.data.colours``. Transparent frames are blended onto white."""
 
@@ -386,7 +385,7 @@ class ToRgb:
 
         self._of: tuple[Any, ...] | None = None
         self._graph: Any = None
-        self._reformatter = VideoReformatter()  # reused, because a new one computes its tables again, in 0.2 ms
+        self._reformatter = VideoReformatter()  # reused, because computing its tables takes 0.2 ms
 
     def __call__(self, frame: Any) -> np.ndarray:
         """Return (H, W, 3) uint8 pixels, not yet cropped, stretched or rotated."""
@@ -399,7 +398,7 @@ class ToRgb:
             if _needs_matrix(frame):
                 frame.colorspace = _BT709
             wanted = "rgba" if alpha else "rgb24"
-            # For more than 8 bits, PyAV's own conversion gives colours that differ from torchcodec's.
+            # PyAV's own conversion differs from torchcodec's for more than 8 bits.
             pixels = self._scaled(frame, wanted) if deep else self._reformatter.reformat(frame, format=wanted)
             pixels = pixels.to_ndarray()
             shown, mask = pixels[..., :3], pixels[..., 3] if alpha else None
@@ -416,7 +415,7 @@ class ToRgb:
         if frame.format.is_rgb or matrix not in MATRICES or len({part.plane for part in parts}) < len(parts):
             pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
             return conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
-        # Convert the planes here and not with FFmpeg's scaler, which changes the luma of 4:2:0 by up to 1 %.
+        # Convert the planes here, because FFmpeg's scaler changes the luma of 4:2:0 by up to 1 %.
         bits = parts[0].bits
         kind = np.dtype(np.uint8 if bits == 8 else ">u2" if name.endswith("be") else "<u2")
         planes = [_numbers(plane, kind, frame.height, frame.width) for plane in frame.planes]
@@ -445,14 +444,14 @@ class ToRgb:
 
 
 def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
-    """Return a plane of a PyAV frame as (height, width). The values of a subsampled plane are repeated."""
+    """Return a plane of a PyAV frame as (height, width). Values of a subsampled plane are repeated."""
     numbers = np.frombuffer(plane, kind).reshape(plane.height, -1)[:, : plane.width]
     down, across = -(-height // plane.height), -(-width // plane.width)
     return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
 
 
 class TorchCodecReader:
-    """Reader based on torchcodec, which rotates frames, but does not stretch or mirror them."""
+    """Reader based on torchcodec. torchcodec rotates frames, but does not stretch or mirror them."""
 
     def __init__(self, name: str, contents: Contents):
         decoders = import_torchcodec()
@@ -482,7 +481,7 @@ class TorchCodecReader:
         if times is None:
             raise ValueError("no times")
         batch = self._decoder.get_frames_at(list(indices))
-        # The times of the returned frames show whether torchcodec has returned the requested frames.
+        # The returned times show whether torchcodec has returned the requested frames.
         wanted = torch.from_numpy(times[list(indices)] * float(self._contents.time_base))
         if not torch.allclose(batch.pts_seconds.double(), wanted, rtol=0, atol=1e-4):
             raise ValueError("other frames than asked for")
@@ -538,7 +537,7 @@ OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "pyav": PyAVReader}
 
 @cache
 def problem_of(reader: str) -> str:
-    """Return a short reason why a reader can't be used here, or "" if it reads a small test clip like PyAV."""
+    """Return why a reader can't be used here; "" if it reads a small test clip like PyAV."""
     frames = np.random.default_rng(0).integers(0, 256, (4, 72, 40, 3), dtype=np.uint8)
     try:
         {"torchcodec": import_torchcodec, "pyav": lambda: None}[reader]()
@@ -561,7 +560,7 @@ def problem_of(reader: str) -> str:
 
 @cache
 def choose_reader(asked: str = "auto") -> tuple[str, str]:
-    """Return the reader that ``--video_reader asked`` selects on this machine, and the reason.
+    """Return (reader that ``--video_reader asked`` selects on this machine, reason).
 
     Raises ValueError, naming the flag, if the reader doesn't work here."""
     if asked not in CHOICES:
@@ -584,8 +583,8 @@ _SHORTEST, _USUAL = 0.011, 0.1  # seconds; browsers show a frame for 100 ms if i
 
 
 class AnimationReader:
-    """Reader of an animation, from the first frame on, because each frame is drawn over the previous ones. All methods
-    raise BadSample, naming the file and the reason."""
+    """Reader of an animation. It starts at the first frame, because each frame is drawn over the previous ones. All
+    methods raise BadSample, naming the file and the reason."""
 
     def __init__(self, path: str, most_pixels: int):
         self._path, self._most_pixels = path, most_pixels
@@ -625,7 +624,7 @@ class AnimationReader:
             conversion = conversion_of(image)
             for number, frame in enumerate(self._frames(file, image, max(wanted) + 1)):
                 if number in wanted:
-                    # Pillow enlarges the canvas for a GIF frame that exceeds it; players crop the frame.
+                    # Pillow enlarges the canvas for a larger GIF frame; players crop the frame.
                     shown = upright(frame.convert("RGBA").crop((0, 0, *self._canvas)))
                     colours = shown.convert("RGB")
                     if conversion is not None:
@@ -661,9 +660,9 @@ def write_mp4(
 ) -> None:
     """Encode RGB ``frames``, (T, H, W, 3) uint8, as H.264, and replace ``path`` when the file is complete.
 
-    H.264's 4:2:0 colours need even sizes, so the last row or column of an odd size is repeated. The same frames give
-    the same bytes in any process. comment: text of the file's ``comment`` tag. root: folder below which no link is
-    followed. Raises ValueError for ``frames`` or ``fps`` that can't be a clip, and OSError, naming ``path``."""
+    The last row or column of an odd size is repeated, because H.264's 4:2:0 colours need even sizes. The same frames
+    give the same bytes in any process. comment: the file's ``comment`` tag. root: follow no link below this folder.
+    Raises ValueError if ``frames`` or ``fps`` can't be a clip, and OSError, naming ``path``."""
     import av  # imported here, because it loads slowly and reading data doesn't need it
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:
@@ -679,12 +678,11 @@ def write_mp4(
 
     path = Path(path)
     with replacing(path, root=root, make=True, temporary=f"{path.name}.{os.getpid()}.partial") as new:
-        # faststart puts the index first, so that a browser can play the clip while it loads.
+        # faststart puts the index first, so that browsers can play the clip while loading.
         with av.open(path_of(new), "w", format="mp4", options={"movflags": "+faststart"}) as file:
             if comment is not None:
                 file.metadata["comment"] = comment
-            # cpu-independent=1, because x264's fastest routines may encode the same frames differently, even in one
-            # thread.
+            # cpu-independent=1, because x264's fastest routines may encode the same frames differently.
             options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
             stream = file.add_stream("libx264", rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"

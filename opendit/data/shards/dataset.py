@@ -69,8 +69,8 @@ from opendit.data.shards.store import (
 )
 from opendit.data.sources import Request
 
-CHECKED = 1 << 22  # maximum number of samples whose records are checked when the data set is opened
-REMOTE_CAPTIONS = 64  # captions checked before training if each must be fetched from an address
+CHECKED = 1 << 22  # maximum number of records to check when the data set is opened
+REMOTE_CAPTIONS = 64  # captions checked before training if they are at an address
 WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # conditioning -> words
 
 
@@ -81,7 +81,7 @@ class IndexedTar:
     name: str  # in messages
     path: str
     index: TarIndex
-    kept: KeptRows | None = None  # the samples that are used; None means all
+    kept: KeptRows | None = None  # the samples to use; None means all
 
     def __len__(self) -> int:
         return self.index.header.rows if self.kept is None else len(self.kept.rows)
@@ -110,12 +110,12 @@ class IndexedTar:
 
 
 class ShardDataset(PicturesAndClips):
-    """Data set of the samples in indexed tars, in the order of the tars and of the samples in each tar. The indexes
-    determine the conditioning: captions, classes, or a single class if the samples have neither.
+    """Data set of indexed tars. Samples come in the order of the tars. The indexes determine the conditioning:
+    captions, classes, or a single class if the samples have neither.
 
-    options: see ``PicturesAndClips``, which also describes the samples. random_flip: None mirrors samples with classes,
-    but not samples with captions, because captions may mention left and right. Raises ValueError if the tars can't be
-    used; the message names the flag and the fix."""
+    options: see ``PicturesAndClips``, also for the samples' format. random_flip: None mirrors samples with classes, but
+    not with captions, because captions may mention left and right. Raises ValueError, naming the flag and the fix, if
+    the tars can't be used."""
 
     names_file = CLASS_NAMES  # file of the class names, for messages
     empty_captions = False  # True if a caption may be empty
@@ -154,14 +154,14 @@ class ShardDataset(PicturesAndClips):
         if self.clips and not self.pictures and not self.use_video:
             raise ValueError(f"{self.shown}: holds clips only; add --use_video")
         self._kinds: np.ndarray | None = None
-        # Maps rows of this data set to samples in the tars; None if all samples are used.
+        # Maps rows to samples in the tars; None if all samples are used.
         self.used = RowsByKey(self._shapes()) if self.clips and not self.use_video else None
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _shapes(self) -> np.ndarray:
         """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. An array of many samples is mapped from a file."""
         if self._kinds is None:
-            # The name includes the indexes' modification times, because an index may be rewritten with other samples.
+            # The name includes modification times, because an index may be rewritten with other samples.
             written = (str(shard.index.written) for shard in self.shards)
             kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
             name = partial(hash_parts, kinds, *self._contents(), *written)
@@ -179,7 +179,7 @@ class ShardDataset(PicturesAndClips):
 
     def find_record(self, row: int) -> tuple[int, int, Record]:
         """Return (index of the tar, index of the sample in the tar's index, the sample's record)."""
-        last, found = self._found  # the last result is cached, because a picture and its caption both need it
+        last, found = self._found  # a picture and its caption both need the result
         if last != row:
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
@@ -253,7 +253,7 @@ class ShardDataset(PicturesAndClips):
             self.source(row), record.medium_bytes, lambda at, size: self._read(row, number, record.medium_at + at, size)
         )
 
-    rated = 8  # clips whose frame rate is read; few, because each may have to be fetched from an address
+    rated = 8  # clips to read the frame rate from; few, because they may be at an address
 
     def rate_at(self, row: int) -> float:
         content = self.read_medium(row)
@@ -368,7 +368,7 @@ class ShardDataset(PicturesAndClips):
 
 
 def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
-    """Return the conditioning of all tars; "label" for tars without captions and classes, which have a single class.
+    """Return the conditioning of all tars. Tars without captions and classes count as "label", with a single class.
     Raises ValueError if the tars differ, and DataError if there are none."""
     kinds = {}
     for shard in shards:
@@ -385,8 +385,8 @@ def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
 
 
 def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
-    """Check the records of the first tars, up to ``CHECKED`` samples; others are checked when they are read. Raises
-    ValueError for an invalid record."""
+    """Check the records of the first tars, up to ``CHECKED`` samples. Other records are checked when they are read.
+    Raises ValueError for an invalid record."""
     left = CHECKED
     for shard in shards:
         left -= shard.index.header.rows
@@ -407,8 +407,8 @@ def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
 def classes_of(
     shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
 ) -> list[str]:
-    """Return the class names of the tars: ``names`` from ``names_file``, or else the class numbers. Raises ValueError,
-    naming the tar and the sample, for a label that has no name or is too large."""
+    """Return the tars' class names: ``names`` from ``names_file``, or the class numbers. Raises ValueError, naming the
+    tar and the sample, for a label that has no name or is too large."""
     headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:
@@ -471,7 +471,7 @@ def open_remote(asked: Request, remote: Remote, cache: FileCache) -> ShardDatase
 
 
 def remote_shards(addresses: Sequence[str], remote: Remote, cache: FileCache) -> tuple[list[IndexedTar], RemoteTars]:
-    """Return the tars at these addresses with their indexes, and the store that reads them."""
+    """Return (indexed tars, store that reads them) for these addresses."""
     indexes = [TarIndex(path) for path in fetch_indexes(addresses, remote, cache)]
     shards = [IndexedTar(address, address, index) for address, index in zip(addresses, indexes, strict=True)]
     checksums = [index.header.sha256 for index in indexes]

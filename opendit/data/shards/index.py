@@ -1,9 +1,9 @@
-"""The index of a tar: a file that records where each sample's picture or clip, caption and label are in the tar.
+"""The index of a tar: a file with the place of each sample's picture or clip, caption and label in the tar.
 
 The index of ``NAME.tar`` is ``NAME.tar.index``. It consists of 8 bytes ``ODSHARD1``, the length of the header (uint32),
 the header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` per sample, and the
-concatenated keys of the samples. All numbers are little-endian. Processes do not load all records and keys into memory.
-They read single records from the file, so all processes of a machine share the page cache. ``scan`` makes an index.
+concatenated keys of the samples. All numbers are little-endian. Processes read single records from the file, so that
+they share the page cache. ``scan`` makes an index.
 """
 
 import io
@@ -34,23 +34,23 @@ from opendit.data.files import CLIPS, name_few, printable, read_at, retried_disk
 from opendit.data.picture_file import picture_suffixes
 
 _AGAIN = "make it again: python preprocess.py index FOLDER"
-SUFFIX = ".index"  # appended to the tar's full name
+SUFFIX = ".index"  # appended to the tar's name
 MAGIC = b"ODSHARD1"
 VERSION = 1
 ALIGNMENT = 64
 NO_LABEL = -1
-MAX_TEXT = 2**20  # maximum bytes of a member that holds a caption or label
+MAX_TEXT = 2**20  # maximum bytes of a caption's or label's member
 _CHUNK = 1 << 16  # records checked per read
 ANIMATED = "animated"  # prefix of an animation's suffix in a header's ``suffixes``
 ROW = np.dtype(
     [
-        ("medium_at", "<u8"),  # offset of the picture's or clip's first byte in the tar
+        ("medium_at", "<u8"),  # offset of the picture or clip in the tar
         ("medium_bytes", "<u8"),
-        ("text_at", "<u8"),  # offset of the member that holds the caption
+        ("text_at", "<u8"),  # offset of the member with the caption
         ("text_bytes", "<u4"),
         ("label", "<i4"),
         ("key_end", "<u4"),  # end of the sample's key in the concatenated keys
-        ("crc32", "<u4"),  # checksum of the picture or clip, if ``checked`` is true in the header
+        ("crc32", "<u4"),  # checksum of the picture or clip, if the header's ``checked`` is True
         ("suffix", "u1"),  # index of the medium's suffix in the header's ``suffixes``
         ("caption", "u1"),  # index of the caption's path in the header's ``captions``
         ("number", "<u4"),  # index of the sample in the tar, counting left-out samples; 0 in old indexes
@@ -58,44 +58,44 @@ ROW = np.dtype(
     ]
 )
 
-_RECORD = struct.Struct("<QQQIiIIBBI2x")  # same layout as ROW; numpy takes five times as long to read a single record
+_RECORD = struct.Struct("<QQQIiIIBBI2x")  # same layout as ROW, but five times as fast for a single record
 
 _Names = Annotated[list[Text], MaxLen(256)]
 FieldPath = tuple[str, ...]  # a member's extension, then keys and list positions inside its JSON
 
-BLOCK = 512  # bytes of a member's header; contents are padded to whole blocks
-MOST_EXTENSION = 1 << 20  # maximum bytes of one extension header
+BLOCK = 512  # bytes of a tar header; contents are padded to a multiple
+MOST_EXTENSION = 1 << 20  # maximum bytes of an extension header
 LONGEST = 4096  # maximum characters of a member's name
-_EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")  # types of headers that extend the next one
-# A member whose top folder or whole name is enclosed in double underscores belongs to no sample.
+_EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")  # types of headers that extend the next header
+# A member belongs to no sample if its top folder or its name is enclosed in double underscores.
 _META = re.compile(r"__[^/]*__($|/)")
-EXAMPLES, EXAMPLE_LETTERS = 5, 500  # maximum number of left-out samples that a header names, and characters of each
+EXAMPLES, EXAMPLE_LETTERS = 5, 500  # maximum left-out samples that a header names, and characters of each
 _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
 class Header(JsonObject):
-    """The header of an index, which describes the tar."""
+    """The header of an index."""
 
     rows: Count
     key_bytes: Count
     tar_bytes: Count  # size of the tar
-    sha256: Word  # checksum of the tar; "" if the tar was not read completely
-    checked: bool  # True if the records contain the CRC-32 of their picture or clip
-    pictures: Count  # number of samples that are pictures; all other samples are clips
-    # "text" if samples have captions, "label" if they have classes, "none" if they have neither
+    sha256: Word  # SHA-256 of the tar; "" if the tar was not read completely
+    checked: bool  # True if the records have the CRC-32 of each picture or clip
+    pictures: Count  # number of pictures; all other samples are clips
+    # "text": samples have captions; "label": samples have classes; "none": neither
     conditioning: Literal["text", "label", "none"]
     num_classes: int = Field(ge=0, le=1 << 31)  # the largest label + 1
-    suffixes: _Names  # distinct suffixes of the pictures and clips, with dots; an animation's begins with ``ANIMATED``
-    # paths of captions (see ``FieldPath``): a member's extension, then keys inside its JSON
+    suffixes: _Names  # distinct suffixes of the media, with dots; an animation's begins with ``ANIMATED``
+    # captions' paths, see ``FieldPath``
     captions: Annotated[list[_Names], FailFast(), MaxLen(256)]
-    left_out: Count  # number of samples in the tar that have no record
+    left_out: Count  # number of samples in the tar without a record
     examples: _Names  # "key: reason" for a few samples without a record
-    plan: Word  # hash of the inputs that the tar was written from; "" if another program wrote the tar
+    plan: Word  # hash of the tar's inputs; "" if another program wrote the tar
     version: Count
 
 
 HEADER = FileKind(Header, 16 * MIB)
-CLASS_NAMES = "class_names.json"  # file beside the tars: class names, in the order of the labels
+CLASS_NAMES = "class_names.json"  # class names in the order of the labels, in a file beside the tars
 MOST_CLASSES = 1_000_000
 NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSES)], 64 * MIB)
 
@@ -131,7 +131,7 @@ def empty_header(tar_bytes: int, sha256: str, plan: str) -> Header:
 
 def is_clip(suffix: str, use_video: bool = True) -> bool:
     """Return True if media with this suffix, as in ``Header.suffixes``, are clips. Without ``use_video`` an animation
-    counts as a picture, namely its first frame."""
+    counts as a picture."""
     return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
@@ -149,8 +149,8 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 
 class TarIndex:
-    """An index. The constructor reads the header; records and keys are read on demand. Raises OSError if the file can't
-    be read, and ValueError with its name if it is not an index, is damaged or has another version."""
+    """An index. The constructor reads the header. Records and keys are read on demand. Raises OSError if the file can't
+    be read, and ValueError, naming the file, if it is no index, is damaged or has another version."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -213,7 +213,7 @@ class TarIndex:
         return int(labels[row]), row
 
     def key(self, row: int) -> str:
-        """Return a sample's key, the part of the name that all members of the sample share. Raises DataError."""
+        """Return a sample's key: the common part of its members' names. Raises DataError."""
         first, end = self._record(row - 1).key_end if row else 0, self._record(row).key_end
         if not first <= end <= self.header.key_bytes:
             raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
@@ -234,7 +234,7 @@ class TarIndex:
 
 
 def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, int]:
-    """Return the header of an index of ``size`` bytes, and the offset of its first record. Raises ValueError."""
+    """Return (header, offset of the first record) of an index with ``size`` bytes. Raises ValueError."""
     start = file.read(len(MAGIC) + 4)
     if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + 4:
         raise ValueError(f"{path} is no index of a tar; {_AGAIN}")
@@ -306,8 +306,8 @@ class _Header(tarfile.TarInfo):
 
 
 def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar in order. Raises OSError; and TarError for a damaged tar, one without an
-    end-of-archive mark, or a sparse member."""
+    """Yield the members of a tar in order. Raises OSError, and TarError for a damaged tar, a missing end-of-archive
+    mark, or a sparse member."""
     length, start = file.seek(0, os.SEEK_END), file.seek(0)
     try:
         tar: Any = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8", errors="surrogateescape")
@@ -335,13 +335,13 @@ def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def padded(size: int) -> int:
-    """Return ``size`` rounded up to whole blocks, which is the space that the content takes in a tar."""
+    """Return ``size`` rounded up to a multiple of ``BLOCK``: the space in a tar."""
     return -(-size // BLOCK) * BLOCK
 
 
 def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator[bytes]:
-    """Yield the bytes of a tar with these members, each (name, size, parts of the content). The headers store no owner
-    and no time, so that the tar depends only on the members."""
+    """Yield the bytes of a tar with these members. contents: (name, size, chunks of the content) of each. The headers
+    store no owner and no time, so that the tar depends only on the members."""
     total = 0
     for name, size, parts in contents:
         info = tarfile.TarInfo(name)
@@ -359,21 +359,21 @@ def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the members of a sample with the picture or clip, the caption and the label. If several candidates are
-    listed, the first one that the sample has is used."""
+    """Names of the members with a sample's picture or clip, caption and label. Of several names, the first that the
+    sample has is used."""
 
-    # extensions of the picture or clip; None accepts any known extension of pictures or clips
+    # extensions of the picture or clip; None accepts all known ones
     medium: tuple[str, ...] | None = None
-    # caption, label: candidates for the caption and the label, see ``FieldPath``
+    # see ``FieldPath``
     caption: tuple[FieldPath, ...] = (("txt",), ("json", "caption"), ("json", "text"))
     label: tuple[FieldPath, ...] = (("cls",), ("json", "label"))
-    parts: tuple[str, ...] | None = None  # the only extensions that are read; None means all
-    # True keeps the case of extensions, like Energon; False converts them to lower case, like webdataset
+    parts: tuple[str, ...] | None = None  # the only extensions to read; None means all
+    # True: keep the case of extensions, like Energon. False: convert to lower case, like webdataset.
     exact: bool = False
-    # True if the user's code reads all members of a sample; the index then has no medium, caption or label
+    # True: the user's code reads all members, so the index has no medium, caption or label
     whole: bool = False
     # True if a caption may be empty
-    empty: bool = field(default=False, repr=False)  # not part of the repr, which is hashed
+    empty: bool = field(default=False, repr=False)  # not in the repr, because the repr is hashed
 
     def find_medium(self, parts: Mapping[str, object]) -> str | None:
         """Return the extension of the picture or clip. ``jpg`` is preferred to ``mask.jpg``."""
@@ -389,14 +389,14 @@ class Fields:
 
 
 def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
-    """Return the key and the extension of a member's name, or None if the member belongs to no sample. The name is
-    split at the first dot after the last slash. The extension is in lower case unless ``exact``. The result equals that
-    of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, but takes linear instead of quadratic time."""
+    """Split a member's name into key and extension, at the first dot after the last slash. Return None if the member
+    belongs to no sample. The extension is in lower case unless ``exact``. The result equals WebDataset's expression
+    ``^((?:.*/|)[^.]+)[.]([^/]*)$``, but takes linear instead of quadratic time."""
     last = name.rfind("/")
     dot = name.find(".", last + 1)
     if dot < 0 or _META.match(name):
         return None
-    # In WebDataset's expression, [^.]+ may begin after any slash before the first line break (``.`` matches no break).
+    # In WebDataset's expression, [^.]+ may begin after any slash before the first line break.
     line = name.find("\n", 0, dot)
     before = name.rfind("/", 0, dot if line < 0 else line)
     if before + 1 == dot:  # [^.]+ would be empty here, so it begins after an earlier slash
@@ -413,8 +413,8 @@ def suffix_of(ending: str) -> str:
 
 
 def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
-    """Return the caption in a member's content, without surrounding whitespace. Raises ValueError if there is no
-    caption, or if it is empty and ``empty`` is False."""
+    """Return the caption in a member, without surrounding whitespace. empty: allow an empty caption. Raises ValueError
+    for a missing or empty caption."""
     text = _read(content, path)
     if not isinstance(text, str):
         raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
@@ -472,7 +472,7 @@ class Sample:
 
 
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
-    """Yield the samples of a tar in order. A sample is a run of members with the same key. exact: see ``Fields``.
+    """Yield the samples of a tar in order. Consecutive members with one key form a sample. exact: see ``Fields``.
     Raises ValueError, naming the tar, if the tar is damaged or compressed, or a key or member occurs twice."""
     name, seen, sample = printable(path), set(), None
     with open(open_regular(path), "rb") as file:
@@ -514,9 +514,9 @@ class _Rows:
     captions: list[bool] = field(default_factory=list)
     suffixes: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    why_not: list[str] = field(default_factory=list)  # for each record, why its caption or label is missing
+    why_not: list[str] = field(default_factory=list)  # per record: why caption or label is missing
     seen: int = 0
-    latents: bool = False  # True if some sample without a picture or clip has a member that may hold latents
+    latents: bool = False  # True if a sample without a picture or clip may hold latents
 
     def add(self, sample: Sample, file, checked: bool) -> None:
         number, self.seen = self.seen, self.seen + 1
@@ -603,13 +603,13 @@ def _crc32(file, at: int, size: int) -> int:
 def scan(
     path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
 ) -> tuple[Header, np.ndarray, bytes]:
-    """Return the three parts of a tar's index: the header, the records (an array of ``ROW``) and the keys. Samples
-    without a picture or clip are left out. If any sample has a caption, samples without one are left out too.
-    Otherwise, if any sample has a label, samples without a label are left out.
+    """Return a tar's index: the header, the records (an array of ``ROW``) and the keys. Samples without a picture or
+    clip are left out. If any sample has a caption, samples without one are left out. Otherwise, if any sample has a
+    label, samples without one are left out.
 
-    checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip. False reads only
-    headers, captions and labels. sha256: SHA-256 of the tar, if known. Raises ValueError as :func:`samples_of` does
-    and for a tar without samples, and OSError."""
+    checksums: True reads the complete tar, and stores its SHA-256 and each medium's CRC-32. False reads only headers,
+    captions and labels. sha256: SHA-256 of the tar, if known. Raises ValueError as :func:`samples_of` and for a tar
+    without samples. Raises OSError."""
     path, fields = Path(path), fields or Fields()
     found = _Rows(fields)
     with open(open_regular(path), "rb") as file:

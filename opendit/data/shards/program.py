@@ -1,7 +1,7 @@
 """``preprocess.py shards`` packs media or cached latents into tars, and ``preprocess.py index`` indexes tars.
 
-The contents of all tars are planned before the first one is written. Any process can therefore write any tar, and
-rewriting an interrupted tar gives the same bytes.
+All tars are planned before the first one is written. So any process can write any tar, and rewriting an interrupted tar
+gives the same bytes.
 """
 
 import builtins
@@ -78,13 +78,13 @@ _READ = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to pack: a media file, and a caption or class that becomes a second member."""
+    """A sample to pack: a media file, and a second member with the caption or class."""
 
     key: str
     path: str
-    bytes: int  # size of the media file
-    changed: int  # its modification time in ns
-    ending: str  # its extension in the tar
+    bytes: int  # bytes of the media file
+    changed: int  # modification time of the media file in ns
+    ending: str  # extension of the media file in the tar
     beside: str  # extension of the second member: txt or cls
     text: builtins.bytes  # content of the second member
 
@@ -94,13 +94,13 @@ class TarPlan:
     """A tar to write."""
 
     tar: Path
-    plan: str  # hash of all entries of all tars, which the tar's index records
+    plan: str  # hash of all entries in all tars; stored in the tar's index
     entries: list[Entry]
 
 
 def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
-    """Return the samples of a table or folder, its class names (empty with captions), and "path: reason" for every file
-    that can't be packed. Raises ValueError or FileNotFoundError."""
+    """Return (samples, class names, "path: reason" for files that can't be packed) for a table or folder. With captions
+    there are no class names. Raises ValueError or FileNotFoundError."""
     captioned = find_captions(data_path) if os.path.isdir(data_path) else None
     if captioned is not None and not captioned.has_captions:
         found = find_pictures(data_path)
@@ -111,7 +111,7 @@ def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
         for row in read_table(data_path) if captioned is None else captioned.rows:
             suffix = suffix_of(str(row.path))
             if suffix not in picture_suffixes() | CLIPS:
-                suffix = ".jpg" if row.is_picture else ".mp4"  # any suffix of a picture or clip: decoders ignore it
+                suffix = ".jpg" if row.is_picture else ".mp4"  # decoders ignore the suffix, so any will do
             media.append((str(row.path), suffix, row.text))
     states = in_threads(lambda medium: _state(medium[0]), media, 16)
     entries, left_out = [], []
@@ -153,7 +153,7 @@ def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPl
 
 
 def is_done(job: TarPlan) -> bool:
-    """Return True if the index exists, and the tar at its full size. Raises ValueError for an index of another plan."""
+    """Return True if the tar and its index are complete. Raises ValueError for an index of another plan."""
     if not index_of(job.tar).exists():
         return False
     header = TarIndex(index_of(job.tar)).header
@@ -200,8 +200,8 @@ _TRIED = 100  # maximum number of samples that are read to find the name of the 
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
-    """Pack a folder or table of media into tars of up to ``shard_size`` bytes, or convert latents of version 1.
-    Complete tars are kept. Raises ValueError, OSError or DataError."""
+    """Pack a folder or table into tars of up to ``shard_size`` bytes, or convert latents of version 1. Complete tars
+    stay. Raises ValueError, OSError or DataError."""
     path = Path(data_path)
     if path.is_dir() and holds_old_latents(path):
         return convert_latents(path, Path(output), num_workers=num_workers)
@@ -241,9 +241,9 @@ def index_folder(
 
 
 def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
-    """Index one tar, or all tars of a folder whose index is missing or outdated; with ``force``, all tars. In a folder
-    that Energon prepared, index the tars of all splits, with the folder's field map or with a cooker
-    (``module:function``). Raises ValueError, OSError or DataError. Indexes written before the error remain."""
+    """Index a tar, or a folder's tars with missing or outdated indexes. force: index all tars. In a folder from
+    Energon, index the tars of all splits, with the folder's field map or with a cooker (``module:function``). Raises
+    ValueError, OSError or DataError. Indexes written before the error remain."""
     path, fields, plan, counts = Path(root), None, "", []
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if is_prepared(path):
@@ -277,8 +277,8 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
 def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
-    """Index every tar whose index is missing, outdated or made for another plan, and print the samples that are left
-    out. root: the folder below which no link is followed. Raises like :func:`make_indexes`."""
+    """Index every tar with a missing or outdated index, or with one of another plan. Print the samples that are left
+    out. root: follow no link below this folder. Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
@@ -345,9 +345,9 @@ def index_latents(
     num_workers: int = 4,
     force: bool = False,
 ) -> None:
-    """Index a folder of tars with latents of ``form`` (see opendit/data/latents.py) from another program. Only the
-    VAE's configuration is read, not its weights. Raises OSError; and ValueError, which says what to do, if the latents
-    do not fit this form, VAE and size, or if the samples do not all have captions or all have classes."""
+    """Index a folder of tars with another program's latents. form: see opendit/data/latents.py. Only the VAE's
+    configuration is read, not its weights. Raises OSError, and ValueError, with the fix, if the latents do not fit this
+    form, VAE and size, or if the tars mix captions and classes."""
     folder, shown = Path(root), f"DIR {printable(root)}"
     tars = sorted(folder.glob("*.tar")) if folder.is_dir() else []
     if not tars:
@@ -408,7 +408,8 @@ def _geometry(vae: str, image_size: int, frames: int | None) -> tuple[tuple[int,
 
 
 def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown: str) -> tuple[str, ...]:
-    """Return ``choose_arrays`` of the first sample with such latents. Raises ValueError if ``_TRIED`` have none."""
+    """Return ``choose_arrays`` of the first sample with such latents. Raises ValueError if ``_TRIED`` samples have
+    none."""
     problem = "no samples"
     with open(open_regular(tar), "rb") as file:
         for row in range(min(_TRIED, index.header.rows)):
@@ -427,11 +428,11 @@ def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown:
 
 # ------------------------------------------------------------------------------------------ latents of early versions
 
-# A folder of version 1 holds latents-00000-of-00012.safetensors, ... and an index.json, which describes one picture
-# size. A file of n samples has the tensors moments (n, F, 2C, [t,] h, w) float16 (see opendit.data.latents),
-# labels and rows (n,) int64 and, with captions, captions (bytes,) uint8 in UTF-8 with caption_ends (n,). With a text
-# encoder it also has tokens (sum of the captions' lengths, D) with token_ends (n,), and pooled (n, P). The metadata
-# hold the settings and the files that couldn't be read. Converting such files to tars encodes nothing.
+# A folder of version 1 holds latents-00000-of-00012.safetensors, ... and an index.json for one picture size. A file of
+# n samples has the tensors moments (n, F, 2C, [t,] h, w) float16 (see opendit.data.latents), labels and rows (n,) int64
+# and, with captions, captions (bytes,) uint8 in UTF-8 with caption_ends (n,). With a text encoder it also has tokens
+# (total caption tokens, D) with token_ends (n,), and pooled (n, P). The metadata hold the settings and the unreadable
+# files.
 _KEY = "opendit"  # the only metadata key of a file
 
 
@@ -447,11 +448,11 @@ LATENTS_INDEX = FileKind(LatentsIndex, 32 * MIB)
 
 @dataclass(frozen=True)
 class LatentsTar:
-    """A tar to write, with the latents of one safetensors file."""
+    """A tar to write from one safetensors file."""
 
     path: Path
     file: dict[str, Any]  # index entry of the safetensors file
-    # Contents of the tar's first member.
+    # content of the tar's first member
     settings: dict[str, Any]
     skipped: list[str]
 
@@ -465,8 +466,8 @@ def holds_old_latents(folder: Path) -> bool:
 
 
 def convert_latents(folder: Path, output: Path, *, num_workers: int) -> None:
-    """Write every file of a folder's latents as a tar in ``output``. Existing tars are kept, so the same command
-    continues an interrupted conversion. Raises ValueError for an invalid index or an ``output`` with other tars, and
+    """Write a folder's latents as tars in ``output``, one for each file. Existing tars stay, so that the same command
+    continues an interrupted conversion. Raises ValueError for an invalid index or other tars in ``output``, and
     DataError for damaged files."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
     check_index(index, folder / INDEX)
@@ -535,5 +536,5 @@ def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
 
 
 def _cut(joined: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor into consecutive pieces that end at ``ends``."""
+    """Split a tensor at the positions ``ends``."""
     return joined.split(ends.diff(prepend=ends.new_zeros(1)).tolist())

@@ -1,6 +1,6 @@
 """Read byte ranges of tars, from local disks or from addresses that fsspec opens (https, s3, ...).
 
-Ranges from an address are cached on the local disk, and the ranges that are needed next are prefetched.
+Ranges from an address are cached on the local disk. The ranges that are needed next are prefetched.
 """
 
 import asyncio
@@ -34,16 +34,15 @@ from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
 
 class LocalTars:
-    """Tars on a local disk. When a tar is opened, its size is compared with its index. sizes: number of bytes of each
-    tar, as its index records it."""
+    """Tars on a local disk. sizes: bytes of each tar in its index; compared when a tar is opened."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         self.paths, self.sizes = list(paths), list(sizes)
-        self._me = object()  # distinguishes the open files of this object from those of others
+        self._me = object()  # distinguishes this object's open files from other objects' files
 
     def read(self, tar: int, at: int, size: int) -> bytes:
-        """Return ``size`` bytes starting at offset ``at``. Raises DataError, naming the tar, if the tar is missing,
-        truncated or not the indexed one, or if its disk stays unavailable. Raises OSError for other disk errors."""
+        """Return ``size`` bytes from offset ``at``. Raises DataError, naming the tar, if the tar is missing, truncated
+        or not the indexed one, or if its disk stays unavailable. Raises OSError for other disk errors."""
         path = self.paths[tar]
         content = retried_disk(path, partial(read_at, (self._me, tar), partial(self._open, tar), at, size))
         if len(content) < size:
@@ -51,7 +50,7 @@ class LocalTars:
         return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Return False: reading damaged bytes again would not help, because there is no other copy of them."""
+        """Return False: there is no other copy of damaged bytes, so reading them again would not help."""
         return False
 
     def _open(self, tar: int) -> int:
@@ -77,13 +76,13 @@ def size_problem(name: str, found: int, expected: int) -> str:
     )
 
 
-TIME_LIMIT = 30.0  # seconds for one attempt, in addition to the transfer time at the rate ``SLOWEST``
+TIME_LIMIT = 30.0  # seconds for one attempt, plus the transfer time at ``SLOWEST``
 SLOWEST = 1 << 20  # lowest accepted transfer rate in bytes per second
 CHUNK = 1 << 18  # bytes per read
-AT_ONCE = 16  # number of indexes fetched concurrently
-MOST_TARS = 1_000_000  # maximum number of names that all patterns together may give
-MOST_LETTERS = 1 << 27  # maximum number of characters of all names that the patterns give
-MOST_BRACES = 200  # maximum number of pairs of braces in one pattern
+AT_ONCE = 16  # indexes fetched concurrently
+MOST_TARS = 1_000_000  # maximum number of names in the expansion of all patterns
+MOST_LETTERS = 1 << 27  # maximum characters of these names
+MOST_BRACES = 200  # maximum pairs of braces in a pattern
 _DIGITS = 18  # maximum digits of a number in braces
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
 MOST_PAGE = 16 * MIB  # maximum bytes of a web page that lists a folder
@@ -91,18 +90,18 @@ MOST_INDEX = 1024 * MIB  # maximum bytes of one tar's index
 NO_RANGES = "its server does not answer requests of ranges; take another one"
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # environment variables
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
-GROUPS = 16  # maximum number of prefetched groups of ranges that are not yet used
-BYTES = 2**28  # maximum bytes of the prefetched groups that are not yet used, except that one group may be larger
-GAP = 2**14  # ranges at most this many bytes apart share a request: reading the gap is cheaper than another request
+GROUPS = 16  # maximum number of unused groups of prefetched ranges
+BYTES = 2**28  # maximum bytes of these groups; a single group may have more
+GAP = 2**14  # maximum gap in bytes between ranges that share a request
 
 
 # ------------------------------------------------------------------------------------------ cache
 
 
 class FileCache:
-    """Cache of byte strings by name, stored as files in ``folder``, which several processes may share. A file appears
-    when it is complete. Each time a process has written a hundredth of ``limit`` bytes, it checks the folder's size.
-    Above ``limit``, it deletes the least recently used files until nine tenths of ``limit`` remain."""
+    """Cache of byte strings by name, as files in ``folder``. Several processes may share the folder. A file appears
+    when it is complete. A process checks the folder's size after each hundredth of ``limit`` written bytes. Above
+    ``limit``, the least recently used files are deleted until nine tenths remain."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
@@ -115,7 +114,7 @@ class FileCache:
         return cls(folder, read_size(os.environ.get(SIZE) or DEFAULT_SIZE, SIZE))
 
     def path(self, name: str) -> Path:
-        """Return the path of the entry with this name, whether or not the file exists."""
+        """Return the path of the entry with this name. The file need not exist."""
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
         return self.folder / digest[:2] / digest[2:40]
 
@@ -132,7 +131,7 @@ class FileCache:
         return content
 
     def put(self, name: str, content: bytes) -> None:
-        """Store an entry of up to ``limit`` bytes. If a write fails, print a note and store nothing from then on."""
+        """Store an entry of up to ``limit`` bytes. After a failed write, print a note and store nothing more."""
         if self._off or len(content) > self.limit:
             return
         path = self.path(name)
@@ -190,7 +189,7 @@ Ranges = Sequence[ByteRange]  # fetched by one request
 
 
 def grouped(ranges: Iterable[ByteRange]) -> list[list[ByteRange]]:
-    """Group the ranges of one tar that are at most ``GAP`` bytes apart. Groups have the order of their first ranges."""
+    """Group ranges of one tar that are at most ``GAP`` bytes apart. Groups are in the order of their first ranges."""
     groups: list[list[ByteRange]] = []
     for part in ranges:
         near = (group for group in groups if max(part.at, group[0].at) - min(_end(part), _end(group[0])) <= GAP)
@@ -213,7 +212,8 @@ class _Begun(NamedTuple):
 
 class FetchAhead:
     """Fetches groups of byte ranges in threads while the process decodes earlier ranges. The process does not wait for
-    the threads when it ends. fetch: returns the bytes of each range of a group. :meth:`take` raises its errors."""
+    the threads at its end. fetch: returns the bytes of each range in a group. :meth:`take` raises the errors of
+    ``fetch``."""
 
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
         self._fetch, self._process = fetch, 0
@@ -221,8 +221,9 @@ class FetchAhead:
         self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
-        """Start fetching the groups that will be taken next, in this order. Drop the groups of earlier calls."""
-        self._process = os.getpid()  # to detect a fork, because a child has no threads of its parent
+        """Start fetching ``groups`` in this order, and drop the groups of earlier calls. Take the ranges in the same
+        order."""
+        self._process = os.getpid()  # to detect a fork: a child lacks its parent's threads
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
 
@@ -260,7 +261,7 @@ class FetchAhead:
 def expand(patterns: Iterable[str]) -> list[str]:
     """Expand the braces of patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do.
 
-    Raises ValueError for unmatched braces, or if the patterns together give too many names or too many characters."""
+    Raises ValueError for unmatched braces, or if all patterns give too many names or characters."""
     names, size = [], 0
     for pattern in patterns:
         if pattern.count("{") > MOST_BRACES:
@@ -279,7 +280,7 @@ def _check_names(pattern: str, names: int, size: int) -> None:
 
 
 def _expand(text: str, pattern: str) -> list[str]:
-    """Return the names that ``text``, a part of ``pattern``, gives."""
+    """Return the names in the expansion of ``text``. pattern: the complete pattern, for messages."""
     if re.search(r"[{}]", text) is None:
         return [text]
     depth, cuts = 0, []  # cuts: the outer braces and the commas between them
@@ -318,7 +319,7 @@ def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
 
 
 class _RefusedAnswer(DataError):
-    """Raised for an invalid answer of a server if a retry would give the same answer."""
+    """Raised for an invalid answer of a server if a retry would not help."""
 
 
 async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
@@ -337,8 +338,8 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Raise an error if the answer's Content-Range, ``told``, differs from the request. whole: size that the file must
-    have, if known."""
+    """Raise an error if the answer's Content-Range, ``told``, differs from the request. whole: size of the file, if
+    known."""
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
         raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
@@ -347,7 +348,8 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return a file of at most ``most`` bytes from a web server, or exactly ``most`` bytes of it from ``start`` on."""
+    """Return a file of at most ``most`` bytes from a web server. With ``start``, return exactly ``most`` bytes from
+    there."""
     import aiohttp
 
     headers = {"Accept-Encoding": "identity"}  # a small compressed answer could unpack to any size
@@ -380,8 +382,8 @@ async def _get_http(system: Any, address: str, start: int | None, most: int, who
 
 
 class Remote:
-    """File system behind addresses of one kind (https, s3, ...). A forked process opens new connections, as fsspec
-    requires."""
+    """File system behind addresses of one kind (https, s3, ...). A forked process opens new connections, because fsspec
+    requires it."""
 
     def __init__(self, address: str):
         self.kind = address.partition("://")[0].lower()
@@ -390,8 +392,7 @@ class Remote:
 
     @property
     def system(self) -> Any:
-        """The fsspec file system. Raises ValueError if fsspec, or its package for this kind of address, is not
-        installed."""
+        """The fsspec file system. Raises ValueError without fsspec, or without its package for this kind of address."""
         if self._process != os.getpid():
             try:
                 import fsspec
@@ -406,8 +407,8 @@ class Remote:
         return {"kind": self.kind, "_system": None, "_process": None}
 
     def read(self, address: str, start: int, size: int, whole: int | None = None) -> bytes:
-        """Return ``size`` bytes starting at ``start``, with retries. whole: size that the file must have, if known.
-        Raises DataError, naming the address, if the range can't be read or the server sends a different range."""
+        """Return ``size`` bytes from ``start`` on, with retries. whole: size of the file, if known. Raises DataError,
+        naming the address, if the range can't be read or the server sends a different range."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, start=start, end=start + size, whole=whole) if size else b""
@@ -426,8 +427,8 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a file of at most ``most`` bytes, with retries. check: validates the content; its errors also cause a
-        retry. Raises DataError, naming the address."""
+        """Return a file of at most ``most`` bytes, with retries. check: raises an error for invalid content, also with
+        retries. Raises DataError, naming the address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -445,7 +446,7 @@ class Remote:
             raise
 
     def version(self, address: str) -> str:
-        """Return a string that changes when the file changes, from the server's metadata; "" if it sends none."""
+        """Return a string from the server's metadata that changes with the file; "" without metadata."""
 
         def once() -> dict[str, Any]:
             try:
@@ -468,7 +469,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars on the same server that the web page of ``folder`` links to."""
+        """Return the tars on the same server to which the web page of ``folder`` links."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
@@ -491,7 +492,8 @@ class Remote:
         return self._limited(TIME_LIMIT + most / SLOWEST, "cat_file", address, **options)
 
     def _limited(self, seconds: float, name: str, *args: Any, **options: Any) -> Any:
-        """Call the fsspec method ``name`` with a time limit. If it is not asynchronous, it runs in its own thread."""
+        """Call the fsspec method ``name`` with a time limit. A method that is not asynchronous runs in a separate
+        thread."""
         system = self.system
         if system.async_impl:
             return self._sync(seconds, getattr(system, f"_{name}"), *args, **options)
@@ -510,8 +512,8 @@ class Remote:
 
 
 class RemoteTars:
-    """Tars behind addresses, with a cache of the ranges that were read. The interface is that of ``LocalTars``.
-    contents: checksum of each tar, or "". sizes: number of bytes of each tar, as its index records it."""
+    """Tars behind addresses, with a cache of the ranges that were read. It has the methods of ``LocalTars``. contents:
+    checksum of each tar, or "". sizes: bytes of each tar in its index."""
 
     def __init__(
         self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
@@ -522,7 +524,7 @@ class RemoteTars:
 
     def prefetch(self, groups: Iterable[Ranges]) -> None:
         """Start fetching the ranges that the next calls of ``read`` will need, in this order."""
-        _ = self.remote.system  # create it now, because the fetching threads share it
+        _ = self.remote.system  # create the file system before threads share it
         self._ahead.begin(group for group in groups if not all(self.cache.has(self._name(*part)) for part in group))
 
     def _fetch(self, group: Ranges) -> dict[ByteRange, bytes]:
@@ -553,9 +555,9 @@ class RemoteTars:
 
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
-    """Fetch the index of every tar into the cache's folder, unless the same version is already there. If that folder's
-    disk is full, put the indexes into a temporary folder that is deleted when the process exits. Return their paths.
-    Raises DataError, naming the address, if an index can't be fetched, and ValueError if neither folder has space."""
+    """Fetch the index of every tar into the cache's folder, unless the same version is there already, and return the
+    paths. If the folder's disk is full, use a temporary folder that is deleted at exit. Raises DataError, naming the
+    address, if an index can't be fetched, and ValueError if neither folder has space."""
     kept = cache.folder / "indexes"
 
     def fetch(address: str, folder: Path) -> Path:
