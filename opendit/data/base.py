@@ -28,7 +28,7 @@ from opendit.diffusion.random import Stream, integers, uniform
 # Tolerance of display times in seconds. Matroska rounds times to milliseconds, and files converted from Matroska keep
 # the rounded times.
 ROUNDING = 1e-3 + 1e-6
-COLOURS = "colours"  # key in ``Image.info`` for a decoded picture's ``Medium.colours``
+COLOURS = "colours"  # key of ``Medium.colours`` in ``Image.info``
 # Previews show these two quantiles of the latents as black and white, because outliers would reduce the contrast.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
@@ -120,7 +120,7 @@ class Embedding(NamedTuple):
 class FirstFrames(NamedTuple):
     """Cached inputs of an image-to-video model, from a clip's first frame. A batch adds a leading dimension B."""
 
-    latents: Tensor  # (C, t, h, w) float16, a VAE's unscaled means of the clip, with grey instead of all later frames
+    latents: Tensor  # (C, t, h, w) float16, unscaled VAE means of the clip, with all later frames grey
     # (L, D) float16, an image encoder's tokens of the first frame; (0, 0) if the model has no such encoder
     tokens: Tensor
 
@@ -152,10 +152,10 @@ class Item(NamedTuple):
     embedding: Embedding | None = None  # cached embedding of the caption
     features: Tensor | None = None  # (N, width) float16 cached features of the picture's tokens
     first: FirstFrames | None = None
-    small: Small | None = None  # size of ``x`` if it must still be enlarged
+    small: Small | None = None  # size of ``x`` before enlarging; None if ``x`` is complete
     whole: tuple[int, ...] = ()  # (height, width) after enlarging; () if ``small`` is None
-    shortened: bool = False  # True if a clip was so short that its frames are closer together than requested
-    bytes_read: int = 0  # bytes read from files and tars; 0 if samples are generated or in memory
+    shortened: bool = False  # True if the clip's frames are closer together than requested
+    bytes_read: int = 0  # bytes read from files and tars
 
 
 class CachedFeatures(NamedTuple):
@@ -192,11 +192,11 @@ class Description:
     kind: str = "pixels"  # "latents" if samples are a VAE's means and standard deviations
     conditioning: str = "label"  # "label": items have a class ``y``; "text": items have a caption ``text``
     class_names: list[str] = field(default_factory=list)  # in the order of the labels; empty for "text"
-    clips: ClipReading | None = None  # None if the data set has no clips
-    random_flip: bool = False  # training mirrors half of the samples
-    random_window: bool = False  # training chooses windows of clips at random
-    random_crop: bool = False  # training chooses positions of crops at random
-    random_tags: bool = False  # training shuffles or drops tags of captions
+    clips: ClipReading | None = None  # None without clips
+    random_flip: bool = False  # mirror half of the training samples
+    random_window: bool = False  # choose windows of clips at random in training
+    random_crop: bool = False  # choose crops at random in training
+    random_tags: bool = False  # shuffle or drop tags of captions in training
     seed: int = 0
     max_bad: float = 0.05  # largest fraction of unreadable files that training tolerates
     # Only for latents: see ``latents.LatentDataset``.
@@ -208,13 +208,13 @@ class Description:
     max_tokens: int = 0
     empty_caption: Embedding | None = None
     features: CachedFeatures | None = None
-    first_frames: int | None = None  # channels of cached first-frame tokens; 0 if only latents are cached
-    cut_captions: tuple[str, ...] = ()  # lines for the log about truncated captions of cached embeddings
-    notes: tuple[str, ...] = ()  # lines for the log about files left out
+    first_frames: int | None = None  # channels of cached first-frame tokens; 0 for latents only
+    cut_captions: tuple[str, ...] = ()  # log lines about truncated captions of cached embeddings
+    notes: tuple[str, ...] = ()  # log lines about files left out
     # For each source: (rows, number of captions to check before training). Empty means ``USUALLY_COUNTED``.
     counted_captions: tuple[tuple[int, int], ...] = ()
-    sources: SourceRows | None = None  # the sources of a blend
-    blend: str | None = None  # a blend's weights as text, for the log and for the check at a resume
+    sources: SourceRows | None = None  # only for a blend
+    blend: str | None = None  # a blend's weights as text, for the log and resume
     # Returns (rows, file number of each row) for each source. Rows may share a file, such as a picture with several
     # captions. None instead of the numbers means one file per row.
     files: Callable[[], list[tuple[int, np.ndarray | None]]] | None = None
@@ -315,7 +315,7 @@ class MediaDataset(Dataset[Any]):
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Start to fetch ``rows``, which will be read next in this order. The base class does nothing."""
+        """Start to fetch ``rows``. They will be read next, in this order. The base class does nothing."""
 
     def next_row(self, row: int) -> int:
         """Return the row to read if ``row`` is unreadable: the next row of its shape, cyclically."""
@@ -330,7 +330,7 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads samples by their keys, draws their random numbers, and replaces unreadable rows. augment: False disables
+    """Reads samples by their keys, draws random numbers for them, and replaces unreadable rows. augment: False disables
     all random changes. as_bytes, enlarge: see :class:`View`."""
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):

@@ -360,12 +360,12 @@ def _parquet(path: Path, name: str, columns: Columns) -> Iterator[TableRow]:
 
 MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in the order of trying
-FILE_NAME = "file_name"  # usual name of the file column in ``TABLES``
+BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in order of trying
+FILE_NAME = "file_name"  # usual file column of ``TABLES``
 # Reasons why files are left out (keys of ``CaptionedFiles.left_out``).
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
-ALONE = "--caption_prefix alone"  # source of files whose caption is only the prefix
+ALONE = "--caption_prefix alone"  # source name for files with only the prefix as caption
 
 
 @dataclass
@@ -376,8 +376,8 @@ class CaptionedFiles:
     sources: dict[str, int] = field(default_factory=dict)  # kind of source, such as ".txt files" -> number of captions
     # reason, such as ``BARE`` -> "path" or "path: details" for each file
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    table: Path | None = None  # path of the folder's table
-    has_captions: bool = False  # True if there is a table, a row, or a .txt or .caption file beside a medium
+    table: Path | None = None  # the folder's table
+    has_captions: bool = False  # True if there is a table, a row, or a .txt or .caption file of a medium
     ignored: Ignored = field(default_factory=Ignored)  # files that are neither media nor captions
 
     def add(self, path: Path, text: str, source: str) -> None:
@@ -629,9 +629,9 @@ def check_rows(
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
-    """Check rows. Return (remaining rows in order, their media, dropped rows). The dropped rows are a dictionary from
-    each of ``REASONS`` to a list of "path: problem". Decoders crash and hang on broken files, so separate processes
-    decode."""
+    """Check rows. Return (remaining rows in order, their media, dropped rows). The dropped rows are a dictionary:
+    reason (one of ``REASONS``) -> list of "path: problem". Decoders crash and hang on broken files, so separate
+    processes decode."""
     found: list[Medium | tuple[str, str] | None] = []  # for every row, its medium or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None

@@ -45,14 +45,14 @@ class CaptionCount:
     """Statistics of some captions of a data set."""
 
     rows: int  # rows of the data set
-    name: str = "captions"  # begins every line about these captions
+    name: str = "captions"  # beginning of every line
     counted: int = 0  # captions counted, including unreadable ones
     tokens: Counter[int] = field(default_factory=Counter)  # tokens in a caption -> number of such captions
     words: Counter[int] = field(default_factory=Counter)
-    longest_at: str = ""  # name of the sample with the longest caption
+    longest_at: str = ""  # sample with the longest caption
     empty: int = 0  # captions without content, see ``says_nothing``
-    empty_at: str = ""  # name of the first such sample
-    missing: Counter[str] = field(default_factory=Counter)  # spelling of a missing value -> number of captions
+    empty_at: str = ""  # the first such sample
+    missing: Counter[str] = field(default_factory=Counter)  # spelling -> number of captions
     missing_at: str = ""
     unreadable: int = 0
     unreadable_at: str = ""  # error of the first unreadable caption

@@ -1,7 +1,7 @@
 """Choose frames of a clip, and read them upright, resized and cropped.
 
-A reader of ``video_files`` decodes only the parts of a file with the chosen frames. If the reader fails, or may not
-read a file correctly, PyAV reads the file. PyAV decodes from the start if the file has no display times."""
+A reader of ``video_files`` decodes only what the chosen frames need. If the reader fails, or may not read a file
+correctly, PyAV reads the file. PyAV decodes from the start if the file has no display times."""
 
 import functools
 import math
@@ -90,7 +90,7 @@ def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enl
     """Crop frames (T, H, W, 3) uint8 to the aspect ratio of ``size`` and resize them, bicubic with antialiasing. Return
     (3, T, height, width) float32 in [-1, 1]. enlarge: False keeps a crop smaller than ``size``. as_bytes: return uint8,
     with adjacent channels in memory."""
-    # Crop before resizing: both axes get the same scale, and a long thin frame takes no extra time.
+    # Crop before resizing. So both axes have one scale, and a long thin frame takes no extra time.
     height, width = frames.shape[1:3]
     place = size.place if isinstance(size, Crop) else None
     down, across = (size, size) if isinstance(size, int) else size[:2]
@@ -140,7 +140,7 @@ def read_clip(
 
     start: see ``clip_window``. short_clips: "skip" raises BadSample if a clip is too short; "interval" reads such a
     clip at a smaller interval, if there are ``num_frames`` frames. name: the clip's name in messages. reader: one of
-    ``video_files.CHOICES``; all give the same pixels.
+    ``video_files.CHOICES``; the pixels do not depend on it.
 
     Raises BadSample if the clip is too short, can't be decoded, or takes more than ``time_limit`` s now or took so
     before."""
@@ -310,8 +310,7 @@ def decode_frames(
     reader: str = "auto",
 ) -> np.ndarray:
     """Return frames of a clip, (T, H, W, 3) uint8. choose: returns the frames' indices for the clip's timeline. size:
-    if the frames have more than ``WINDOW`` bytes, resize them to this size in groups; None never resizes. Raises
-    BadSample."""
+    resize frames of more than ``WINDOW`` bytes to this size, in groups; None never resizes. Raises BadSample."""
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())
@@ -367,7 +366,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
             file, by_number = _open_with(reader, path, name, version, stop, whole)
         if not file.length:
             raise ValueError("no frames")
-    except Exception as error:  # decoders raise RuntimeError, AssertionError and libav's own types
+    except Exception as error:  # decoders raise many types of errors
         if _is_final(error):
             raise
         if not os.path.exists(path):  # the file has just been deleted
@@ -524,8 +523,8 @@ def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
 
 
-AT_ONCE = 2**25  # maximum values resized at once; each takes eight bytes of temporary memory
-_SHARPNESS = -0.5  # parameter a of Keys' cubic convolution, as in PIL and torch
+AT_ONCE = 2**25  # maximum values resized at once, with eight bytes of temporary memory each
+_SHARPNESS = -0.5  # parameter a of Keys' cubic convolution
 _MOST_BITS = 22  # maximum fractional bits of a fixed-point weight
 
 

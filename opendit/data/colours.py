@@ -250,7 +250,7 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
     return columns * np.linalg.solve(columns, _xyz(chromaticities[3]))
 
 
-MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; a printer's has up to three million
+MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; a printer's may have three million
 _CODES = "cicp"  # key of a picture's (primaries, transfer) in Image.info
 _CHUNKS, _BOXES = 1000, 1000  # maximum PNG chunks, and AVIF boxes per box, to search for the codes
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
@@ -314,7 +314,7 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 def transform_of(profile: bytes, mode: str) -> Convert | None:
     """Return the function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent.
     Return None for a damaged profile. Also return None if no colour of "RGB" or "L" changes by more than one level of
-    255, because versions of the sRGB profile differ that much."""
+    255: versions of the sRGB profile differ as much."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         # By default LittleCMS uses a coarse table for "L". Dark greys in linear light would be off by 9 levels.
@@ -394,7 +394,7 @@ def _avif_codes(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _inside(data: bytes, wanted: bytes, at: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of the contents of boxes of type ``wanted`` in data[at:last]."""
+    """Yield (begin, end) for the contents of each box with type ``wanted`` in data[at:last]."""
     for _ in range(_BOXES):
         if at + 8 > last:
             return

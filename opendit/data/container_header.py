@@ -114,8 +114,8 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, offset of the contents, length of the contents) for each top-level box of an MP4; nothing for other
-    files. Raises ValueError after ``MAX_BOXES`` boxes."""
+    """Yield (kind, offset, length) for the contents of each top-level box in an MP4; nothing for other files. Raises
+    ValueError after ``MAX_BOXES`` boxes."""
     at = 0
     for _ in range(MAX_BOXES):
         file.seek(at)
@@ -148,7 +148,7 @@ def _count(data: bytes) -> tuple[int, int]:
         first, last, is_video = todo.pop()
         boxes = _boxes(data, first, last, left)
         left -= len(boxes)
-        # The handler box says whether a track is video. It has the same parent as the box with the track's tables.
+        # The handler box says whether a track is video. It is a sibling of the box with the track's tables.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
         for kind, begin, end in boxes:
@@ -446,7 +446,7 @@ def _webp(file: BinaryIO) -> Iterator[float]:
 
 
 _WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
-Crop = tuple[int, int, int, int]  # columns cut off at the left and right, rows cut off at the top and bottom
+Crop = tuple[int, int, int, int]  # columns cut off at left and right, rows cut off at top and bottom
 _READ = 1 << 16  # bytes read from the start of a Matroska file
 _SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
 _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the order of Crop
@@ -455,8 +455,8 @@ _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the
 def container_crop(name: str, container: str, number: int) -> Crop:
     """Return the borders that players hide and FFmpeg does not cut off; zeros if there are none.
 
-    An MP4 has them outside its clean aperture, a Matroska track in its crop fields. container: FFmpeg's name of the
-    container. number: number of the video stream."""
+    MP4 names them by a clean aperture, Matroska by crop fields. container: FFmpeg's name of the container. number:
+    number of the video stream."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
         return 0, 0, 0, 0

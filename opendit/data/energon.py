@@ -68,10 +68,10 @@ class PreparedSet:
     """One split of a prepared folder."""
 
     folder: Path
-    tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of samples) per tar
+    tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of samples)
     without: frozenset[tuple[str, str]]  # (tar, key) of each excluded sample
-    fields: Fields  # which members of a sample are medium, caption and label
-    subflavors: dict[str, Any] = field(default_factory=dict)  # values that a cooker gets with each sample
+    fields: Fields  # where medium, caption and label are in a sample
+    subflavors: dict[str, Any] = field(default_factory=dict)  # values for a cooker
 
     @property
     def plan(self) -> str:
@@ -250,9 +250,9 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open the index of every tar, in order. One rank per machine makes missing indexes while others wait. Raises
-    ValueError, beginning with ``shown``, if a tar is missing or damaged, if its sample count differs from Energon's, or
-    if the cache folder can't be written to."""
+    """Open the index of every tar, in order. One rank per machine makes missing indexes, while others wait. Raises
+    ValueError, beginning with ``shown``, if a tar is missing or damaged, its sample count differs from Energon's, or
+    the cache folder can't be written to."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:

@@ -27,7 +27,7 @@ from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
 from opendit.data.sources import NoSplit, Request
 
-# maximum number of folders, and of files in a chain of references
+# maximum folders, and maximum files in a chain of references
 MOST_FOLDERS, MOST_FILES = 1_000, 16
 LONGEST = 4096  # maximum number of characters of a path or name
 
@@ -97,7 +97,7 @@ def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[s
 class _Reader:
     def __init__(self, shown: str):
         self.shown, self.folders = shown, 0
-        self._read: dict[Path, Any] = {}  # contents by path, because files may refer to the same file
+        self._read: dict[Path, Any] = {}  # contents by path, to read each file once
 
     def file(
         self,
@@ -249,7 +249,7 @@ class _At:
 
     folder: Path
     split: str
-    above: tuple[Path, ...]  # this file, and before it the files above, top file first
+    above: tuple[Path, ...]  # the files above, top file first, and this file
     subflavors: dict[str, Any]  # set by the files above
     subset: Subset | None  # the subset that the files above select
 

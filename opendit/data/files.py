@@ -25,7 +25,7 @@ from opendit.common.utils import printable as printable
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
-TIME_LIMIT = 30.0  # seconds before a read of a picture or clip is given up
+TIME_LIMIT = 30.0  # seconds until a read of a picture or clip is abandoned
 MOST_OPEN = 256  # maximum files that ``read_at`` keeps open; many systems allow a process 1,024
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -122,7 +122,7 @@ DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name)
 
 
 def retried(address: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()``, which reads ``address``. Make up to five attempts, with growing pauses.
+    """Return ``work()``. Make up to five attempts, with growing pauses. address: what ``work`` reads.
 
     Raises DataError after the last attempt, or at once if the file is missing or forbidden. DataError and ValueError
     from ``work`` are raised at once."""
@@ -144,15 +144,14 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 
 
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
-    """Return ``work()``, which reads a file. Make up to five attempts if the file's disk is down. Raises DataError
-    after the last attempt. All other errors of ``work`` are raised at once. wait: called with the seconds of each
-    pause."""
+    """Return ``work()``. Make up to five attempts while the disk of ``path`` is down. Raises DataError after the last
+    attempt. All other errors of ``work`` are raised at once. wait: called with the seconds of each pause."""
     for last in _attempts(wait):
         try:
             return work()
         except DataError:
             raise
-        except Exception as error:  # a decoder's own error, or BadSample with the OSError as cause
+        except Exception as error:  # a decoder's error, or BadSample with the OSError as cause
             if (number := _down(path, error)) is None:
                 raise
             if last:
@@ -443,7 +442,7 @@ class Checksums:
 
 
 class Verification:
-    """Compares files with their SHA-256 in a background thread, slow enough for training to keep its speed."""
+    """Compares files with their SHA-256 in a background thread, slowly enough not to slow down training."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag

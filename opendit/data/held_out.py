@@ -29,9 +29,9 @@ SEED = 0x76616C  # seed for held-out samples; independent of --global_seed
 def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
     """Split a data set's rows into (training set, held-out set).
 
-    Of n files, round(share x n) are held out, at least one. All rows of one file stay together, such as a picture with
-    several captions. The choice depends only on the number of files. A larger share holds out the files of a smaller
-    share, and more.
+    Of n files, round(share x n) are held out, at least one. Rows of one file are never separated, such as a picture
+    with several captions. The choice depends only on the number of files. A larger share holds out the files of a
+    smaller share, and more.
 
     Raises ValueError if no files are left to train on."""
     files_of = dataset.describe().files

@@ -1,4 +1,4 @@
-"""|Write tars of cached latents, and read them as a data set. ``latents_index`` describes index.json.
+"""Write tars of cached latents, and read them as a data set. ``latents_index`` describes index.json.
 
     latents-256-00000-of-00012.tar          latents-256-00000-of-00012.tar.index     index.json
       __opendit__/shard.json                the tar's settings, and the files that couldn't be read
@@ -104,8 +104,8 @@ class LatentDataset(ShardDataset):
     index: index of one picture size. tars: the tars in ``index``, in order. empty_caption: embedding of the empty
     string; None without an encoder. of_run: settings of the run, see ``_take``.
 
-    Raises ValueError, beginning with ``name``, if clips were read with other settings, if ``random_flip`` needs missing
-    mirror images, or if ``index`` contradicts the tars about captions and classes."""
+    Raises ValueError, beginning with ``name``, if clips were read with other settings, mirror images for
+    ``random_flip`` are missing, or ``index`` contradicts the tars about captions and classes."""
 
     empty_captions = True  # accept empty captions
     names_file = INDEX
@@ -289,7 +289,7 @@ class LatentDataset(ShardDataset):
         return {shard["file"]: shard["sha256"] for shard in self.index["shards"]} | self.index.get("checksums", {})
 
     def _identity(self) -> str:
-        # Leave out checksums and caption counts, so that a cache of an earlier version keeps its identity when they are
+        # Leave out checksums and caption counts. So a cache of an earlier version keeps its identity when they are
         # added.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
         index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
@@ -412,8 +412,8 @@ SUFFIX = "safetensors"
 FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),), empty=True)
 HEADERS = 3 * BLOCK + 512  # estimated bytes of a sample without its arrays: tar headers, caption or class, tensor names
 SUFFIXES = ("safetensors", "npz", "npy")
-MIRRORED = "_flip"  # ending of the mirror image's array name
-_USUAL = ("moments", "latents", "latent")  # array names to prefer if several arrays have the right shape
+MIRRORED = "_flip"  # ending of a mirror image's array
+_USUAL = ("moments", "latents", "latent")  # preferred array names
 _TIMES = 128  # maximum unpacked bytes of a .npz per latent value
 
 

@@ -109,7 +109,7 @@ class CaptionCounts(JsonObject):
     """Statistics of the captions that an encoder embedded."""
 
     rows: Count  # rows of the data set
-    counted: Count  # captions whose tokens were counted
+    counted: Count  # captions with counted tokens
     cut: Count  # counted captions truncated to ``max_tokens``
     longest: Count  # tokens of the longest counted caption
 

@@ -57,7 +57,7 @@ AHEAD = 2  # batches that each worker prefetches
 POLL = 1.0  # seconds between checks of the workers while the main process waits for a batch
 
 # A thread that frees a tensor during interpreter exit aborts the process ("terminate called without an active
-# exception"). This list keeps alive the loaders whose tensors a thread may hold.
+# exception"). This list keeps loaders alive while a thread may hold their tensors.
 not_ended: list[Any] = []
 
 
@@ -115,7 +115,7 @@ class ReadAhead:
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # At exit, end the workers before multiprocessing sends them a signal that they ignore, and waits.
+        # At exit, end the workers first: multiprocessing would send them a signal that they ignore, and wait.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
@@ -269,7 +269,7 @@ def _no_data(late: str, patience: float) -> str:
 class _Reading:
     """Records each worker's current row, and the time when reading began, in shared memory.
 
-    Times are from time.monotonic(), which all processes share."""
+    Times are from time.monotonic(). All processes share this clock."""
 
     def __init__(self, workers: int):
         self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)
@@ -423,8 +423,8 @@ class _BatchReader(Dataset[Any]):
         if request.packed:
             return self._packed(request)
         x, items = None, []
-        # Copy each sample to the batch before reading the next, so that all clips reuse the same memory. New memory
-        # from the kernel costs 1 ms per clip.
+        # Copy each sample to the batch before reading the next, so that all clips reuse one buffer. New memory from the
+        # kernel costs 1 ms per clip.
         for i, item in enumerate(self.samples.items(request.sample_keys, self.on_read)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])

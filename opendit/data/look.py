@@ -398,8 +398,8 @@ def open_any(
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
-    # max_bad=1.0, because bad files are only reported. Open the data set with clips first. If that fails, open it as
-    # pictures, and raise errors of this second attempt.
+    # Bad files are only reported, so max_bad is 1.0. Open the data set with clips first. If that fails, open it as
+    # pictures, and raise an error of this attempt.
     options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)

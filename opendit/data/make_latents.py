@@ -141,8 +141,8 @@ def make_latents(
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
     """Write the latents of ``dataset`` to tars in ``output``. Complete tars from an earlier run stay. One folder can
-    hold tars of the same data at several picture sizes. All ranks must call this function, with an initialized default
-    process group.
+    hold several picture sizes of one data set. All ranks must call this function, with an initialized default process
+    group.
 
     Args:
         flips: also encode the mirror image of every picture.
@@ -274,8 +274,8 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of ``rows`` fit into a tar of about ``tar_bytes`` if all captions are of maximum length; at
-        least 1."""
+        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, if all captions have the maximum length;
+        at least 1."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.first:
             numbers += numbers // 2

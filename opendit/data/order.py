@@ -17,9 +17,9 @@ import torch
 
 from opendit.diffusion.random import philox4x32
 
-SORTED = 2**16  # larger permutations are Feistel networks; smaller ones sort random words
+SORTED = 2**16  # larger permutations are Feistel networks
 ROUNDS = 8  # rounds of the Feistel network
-FEW = 32  # with more distinct keys, sorting an array is faster than comparing
+FEW = 32  # with more distinct keys, sorting is faster than comparing
 CHUNK = 1024 * 1024  # keys compared at once
 _BLOCK = 1024  # keys per block in RowsByKey's table of counts
 
@@ -65,7 +65,7 @@ def _sorted(size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
 
 
 def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Apply the Feistel network. Apply it again to each result that is not below its size, until all are."""
+    """Apply the Feistel network to each number until the result is below the number's size."""
     out, outside = positions.copy(), np.arange(len(positions))
     while len(outside):
         out[outside] = _feistel(out[outside], sizes[outside], domains[outside], epochs[outside], seed)
@@ -166,7 +166,7 @@ class Mixture:
 
     stages: (first position, rates), ascending; the first stage begins at position 0. Counts of components continue from
     stage to stage. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: True numbers the elements of a
-    component in order. False numbers them in any order within a block, which permits very long blocks."""
+    component in order. False numbers them in any order within a block; then blocks may be very long."""
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int, domain: int, in_order: bool = True):
         self._starts = [start for start, _ in stages]
@@ -401,7 +401,7 @@ class BatchSchedule:
 
 
 class BucketSchedule(BatchSchedule):
-    """A schedule for rows of several shapes. In a micro-batch, over all ranks, all rows have the same shape.
+    """A schedule for rows of several shapes. A micro-batch has rows of one shape, over all ranks.
 
     A global batch is cut into ``micro_batches`` parts; unit u belongs to part u // (global_batch / micro_batches). Each
     shape's rows come in consecutive permutations, cut into parts. Rows that do not fill a part at the end of an epoch
@@ -508,7 +508,7 @@ class SourceRows:
     epochs: tuple[Fraction, ...] | None = None
 
     def of_rows(self, ends: Sequence[int]) -> "SourceRows":
-        """Return the same sources for some of the rows, renumbered from 0. ends: the new ``ends``."""
+        """Return these sources for some of the rows, renumbered from 0. ends: the new ``ends``."""
         left = replace(self, ends=tuple(ends))
         if self.epochs is None:
             return replace(left, epoch=round(self.epoch * ends[-1] / self.ends[-1]))
@@ -670,8 +670,8 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """For samples ``start`` to ``stop`` - 1 of a shape, return the pool (rows of one shape and source) and the
-        position in the pool."""
+        """For samples ``start`` to ``stop`` - 1 of a shape, return pools (of one shape and source) and positions in the
+        pools."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers

@@ -23,12 +23,12 @@ from opendit.data.order import PARTS, BatchSchedule, BlendSchedule, Key, SourceR
 from opendit.data.shaped import Lengths, summary_of
 
 WINDOW = 192  # packs planned at once, rounded up to complete steps
-SPARE = 0.02  # fraction of extra tokens that a window considers, for a choice of samples that fit
-SAMPLED = 4  # full windows that are planned to estimate the mean fill
-PASSES = 16  # passes over the data after which fewer windows are enough
-COUNTED = 4096  # minimum number of samples in these windows
-KEPT = 16  # maximum number of steps in memory, in full windows
-EVERY = 64  # full windows between two stored starts of windows
+SPARE = 0.02  # extra fraction of tokens that a window considers
+SAMPLED = 4  # full windows planned to estimate the mean fill
+PASSES = 16  # after this many passes over the data, fewer windows are enough
+COUNTED = 4096  # minimum samples in these windows
+KEPT = 16  # maximum steps in memory, in full windows
+EVERY = 64  # full windows between two stored window starts
 _CHUNK = 4096  # samples looked up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
@@ -86,9 +86,9 @@ class Beginning:
     """The state at the beginning of a window."""
 
     step: int  # first step of the window
-    position: int  # first position in the order of samples that no window has considered
+    position: int  # first position that no window has considered
     carry: tuple[int, ...] = ()  # earlier positions of waiting samples, ascending
-    # positions in the order at which a blend's weights have changed so far; the first is 0
+    # positions at which a blend's weights have changed so far; the first is 0
     stages: tuple[int, ...] = (0,)
 
 
@@ -98,7 +98,7 @@ class _Samples(NamedTuple):
     places: np.ndarray  # positions in the order of samples
     rows: np.ndarray  # rows of the data set
     sources: np.ndarray  # source of each sample
-    passes: np.ndarray  # number of the pass over the source, from 0
+    passes: np.ndarray  # pass over the source, from 0
     lengths: np.ndarray  # tokens of each sample
 
     def of(self, which: Any) -> "_Samples":
@@ -116,8 +116,8 @@ def _joined(parts: list[_Samples]) -> _Samples:
 
 class _Window(NamedTuple):
     rows: list[list[int]]  # rows of each step, pack after pack
-    ends: list[list[int]]  # for each step, the end of each pack in its rows
-    places: list[np.ndarray]  # for each step, its positions in the order of samples
+    ends: list[list[int]]  # for each step, the ends of the packs in ``rows``
+    places: list[np.ndarray]  # for each step, positions in the order of samples
     filled: int  # tokens in all packs
     begin: Beginning
     after: Beginning
@@ -293,8 +293,8 @@ class PackSchedule(BatchSchedule):
         has changed, the remaining samples are packed differently. Checkpoints of old releases lack the window's first
         step. After such a checkpoint, the run repeats the samples from the start of the window.
 
-        Return True if the next packs are the same as in an uninterrupted run. Raises ValueError if the state is
-        damaged, or the blend lists fewer changes of weights than have already happened."""
+        Return True if the next packs are as in an uninterrupted run. Raises ValueError if the state is damaged, or the
+        blend lists fewer changes of weights than have already happened."""
         carry, stages, begins = tuple(state["carry"]), tuple(state["stages"]), state.get("step", step)
         changes = 1 if self.sources is None else len(self.sources.stages)
         if self.sources is not None and len(stages) > changes:

@@ -29,7 +29,7 @@ SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
 WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. Of the other formats,
+# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. Of the rest,
 # Pillow reads only headers.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
@@ -60,7 +60,7 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 
     The picture is halved by a box filter while both sides stay at least ``size``. Then it is resized bicubically until
     the shorter side is ``size``, and cropped. The pixels equal ``center_crop_arr`` in guided-diffusion (Dhariwal and
-    Nichol), which made the reference statistics for published FID numbers.
+    Nichol), the code behind the reference statistics of published FID numbers.
 
     One case differs by at most one level of 255: a picture to be enlarged, with a ratio of sides above ``LONGEST``, is
     cropped first, because ADM's order takes gigabytes. place: see :func:`start_of_crop`."""

@@ -59,7 +59,7 @@ from opendit.data.video_files import Timeline, choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
 CHECKED_FILES = 2000  # maximum files to check when a data set is opened
-CHECKED_CLIPS, DECODED_FILES = 200, 100  # maximum files that ``_readable`` tries if there are clips, and decodes
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # maximum files that ``_readable`` tries if some are clips, and decodes
 
 
 class PicturesAndClips(MediaDataset):
@@ -206,8 +206,8 @@ class PicturesAndClips(MediaDataset):
         return f"{interval}, read by {self.video_reader} ({self.why_reader})"
 
 
-SIZES = "sizes as shown, of animations as clips"  # part of the cache key; change it if the definition of sizes changes
-HEAD = 1 << 16  # bytes that nearly always contain a picture's complete header
+SIZES = "sizes as shown, of animations as clips"  # in the cache key; change it if sizes are defined differently
+HEAD = 1 << 16  # bytes that nearly always contain a picture's header
 _WHOLE = 4 * HEAD  # smaller clips, in bytes, are read completely
 _ROWS = 4096  # rows between two updates of the progress bar
 

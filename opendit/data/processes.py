@@ -36,9 +36,9 @@ def leave_inherited_garbage() -> None:
 
 
 def end_with_parent() -> None:
-    """Make this process end when its parent ends, even if the parent is killed. On Linux the kernel ends this process,
-    even while it is stopped or stuck in a read. A thread covers processes from Python's fork server. The kernel watches
-    only the thread that started this process. So the parent's main thread must have started this process."""
+    """Make this process end with its parent, even if the parent is killed. On Linux the kernel ends this process, even
+    while it is stopped or stuck in a read. A thread covers processes from Python's fork server. The kernel watches only
+    the thread that started this process. So the parent's main thread must have started this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:

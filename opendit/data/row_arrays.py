@@ -28,7 +28,7 @@ def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asa
 
 
 def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
-    """Return ``values[rows]``. ``rows`` need not be an array in memory, because parts of it are enough."""
+    """Return ``values[rows]``. ``rows`` need not be an array in memory."""
     found = np.empty((len(rows), *values.shape[1:]), dtype=values.dtype)
     for first in range(0, len(rows), _ROWS):
         found[first : first + _ROWS] = values[rows[first : first + _ROWS]]
@@ -112,7 +112,7 @@ class Complement:
         return place + int(self._count(place, self._before, "right"))
 
     def searchsorted(self, numbers: Any) -> np.ndarray:
-        """For each of ``numbers`` (0 to ``size``), return how many numbers of this object are smaller."""
+        """For each of ``numbers`` (0 to ``size``), count the smaller numbers of this object."""
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:

@@ -56,9 +56,9 @@ class ShapeTable:
 
 
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
-    """Return all shapes of at most ``most`` tokens. For each of ``LEVELS`` areas, aspect ratios go up to ``LONGEST`` at
-    steps of a factor ``STEP``. With ``fine``, the steps are as small as whole tokens permit. Each aspect ratio occurs
-    as a picture and as clips of ``num_frames`` frames (1: pictures only), half as many, a quarter, and so on.
+    """Return all shapes of at most ``most`` tokens. The aspect ratios of each area (see ``LEVELS``) go up to
+    ``LONGEST`` at steps of a factor ``STEP``. With ``fine``, the steps are as small as whole tokens permit. Each aspect
+    ratio occurs as a picture and as clips of ``num_frames`` frames (1: pictures only), half as many, and so on.
 
     Raises ValueError if the square of ``image_size`` has more than ``most`` tokens."""
     if (least := image_size**2 // (token.side[0] * token.side[1])) > most:
@@ -318,8 +318,7 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str,
     tokens, and for latents with sides that the model's patch does not divide."""
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Number the shapes in order of their keys, as for the media. So batches of latents come in the same order as
-    # batches of media.
+    # Number the shapes in order of their keys, as for the media. So latents come in batches like their media.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):

@@ -54,9 +54,9 @@ class KnownSet:
     """A data set that torchvision downloads."""
 
     name: str
-    folder: str  # folder of the files, relative to torchvision's root
-    marker: str  # file in ``folder`` by which the data set is recognised
-    flip: bool  # True if a mirrored picture is as likely as the picture
+    folder: str  # relative to torchvision's root
+    marker: str  # a file that identifies the data set
+    flip: bool  # True if mirrored pictures are equally likely
     read: Callable[[Path, str], Arrays]  # (folder, split) -> arrays
 
 

@@ -154,7 +154,7 @@ CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord: an option of an ea
 # Containers that hold a clip themselves. Playlists, descriptions and devices name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
-_BT709, _FULL_RANGE = 1, 2  # number of a matrix in H.273; number of a colour range in FFmpeg
+_BT709, _FULL_RANGE = 1, 2  # H.273's number of a matrix; FFmpeg's number of a colour range
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
 # Codecs in which all packets may be key frames, because no frame refers to another.
 _KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
@@ -171,12 +171,11 @@ class Contents:
     length: int  # number of packets with shown frames
     # True if FFmpeg decodes exactly ``length`` frames. If False, only decoding all frames gives their number.
     counted: bool
-    # Display times of the frames, ascending, in units of time_base; None if a frame has no time or two have the same
-    # time.
+    # Display times of the frames, ascending, in units of time_base; None if a frame has no time or two times are equal.
     times: np.ndarray | None
     keys: list[tuple[int, int]]  # (display time, decoding time) of frames where decoding can begin
     rate: float  # the container's frames per second; 0 if unknown
-    crop: Crop  # borders that the container hides
+    crop: Crop  # borders to hide
     # True if only :class:`ToRgb` shows the frames like players: HDR, wide-gamut or transparent frames, or
     # high-definition frames without a named matrix.
     converted: bool = False
@@ -328,7 +327,7 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
         if codec == "h264" and only_keys:
             holds &= (whole or not found) and begins_anew(bytes(packet), length)
         elif codec in ("vp8", "vp9"):
-            # Without their contents, packets are known to be shown only in an MP4, because MP4 requires it.
+            # Without its contents, a packet is known to be shown only in an MP4: MP4 requires this.
             holds &= not _is_unseen(codec, packet) if whole else file.format.name.startswith("mov")
         elif codec == "mpeg4":
             holds &= packet.size >= _SMALLEST
@@ -398,7 +397,7 @@ class ToRgb:
             if _needs_matrix(frame):
                 frame.colorspace = _BT709
             wanted = "rgba" if alpha else "rgb24"
-            # PyAV's own conversion differs from torchcodec's for more than 8 bits.
+            # PyAV's conversion of more than 8 bits differs from torchcodec's.
             pixels = self._scaled(frame, wanted) if deep else self._reformatter.reformat(frame, format=wanted)
             pixels = pixels.to_ndarray()
             shown, mask = pixels[..., :3], pixels[..., 3] if alpha else None
@@ -663,7 +662,7 @@ def write_mp4(
     The last row or column of an odd size is repeated, because H.264's 4:2:0 colours need even sizes. The same frames
     give the same bytes in any process. comment: the file's ``comment`` tag. root: follow no link below this folder.
     Raises ValueError if ``frames`` or ``fps`` can't be a clip, and OSError, naming ``path``."""
-    import av  # imported here, because it loads slowly and reading data doesn't need it
+    import av  # imported only here, because importing av is slow
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:
         raise ValueError(f"a clip is a uint8 array, not {getattr(frames, 'dtype', type(frames).__name__)}")
@@ -682,7 +681,7 @@ def write_mp4(
         with av.open(path_of(new), "w", format="mp4", options={"movflags": "+faststart"}) as file:
             if comment is not None:
                 file.metadata["comment"] = comment
-            # cpu-independent=1, because x264's fastest routines may encode the same frames differently.
+            # cpu-independent=1, because x264's fastest routines may encode equal frames differently.
             options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
             stream = file.add_stream("libx264", rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"

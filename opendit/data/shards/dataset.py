@@ -69,8 +69,8 @@ from opendit.data.shards.store import (
 )
 from opendit.data.sources import Request
 
-CHECKED = 1 << 22  # maximum number of records to check when the data set is opened
-REMOTE_CAPTIONS = 64  # captions checked before training if they are at an address
+CHECKED = 1 << 22  # maximum records to check at opening
+REMOTE_CAPTIONS = 64  # captions checked before training, for tars at an address
 WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # conditioning -> words
 
 
@@ -471,7 +471,7 @@ def open_remote(asked: Request, remote: Remote, cache: FileCache) -> ShardDatase
 
 
 def remote_shards(addresses: Sequence[str], remote: Remote, cache: FileCache) -> tuple[list[IndexedTar], RemoteTars]:
-    """Return (indexed tars, store that reads them) for these addresses."""
+    """Return (indexed tars, store) for these addresses."""
     indexes = [TarIndex(path) for path in fetch_indexes(addresses, remote, cache)]
     shards = [IndexedTar(address, address, index) for address, index in zip(addresses, indexes, strict=True)]
     checksums = [index.header.sha256 for index in indexes]

@@ -49,11 +49,11 @@ ROW = np.dtype(
         ("text_at", "<u8"),  # offset of the member with the caption
         ("text_bytes", "<u4"),
         ("label", "<i4"),
-        ("key_end", "<u4"),  # end of the sample's key in the concatenated keys
-        ("crc32", "<u4"),  # checksum of the picture or clip, if the header's ``checked`` is True
-        ("suffix", "u1"),  # index of the medium's suffix in the header's ``suffixes``
-        ("caption", "u1"),  # index of the caption's path in the header's ``captions``
-        ("number", "<u4"),  # index of the sample in the tar, counting left-out samples; 0 in old indexes
+        ("key_end", "<u4"),  # end of the sample's key in the index's keys
+        ("crc32", "<u4"),  # checksum of the picture or clip; 0 unless the header's ``checked``
+        ("suffix", "u1"),  # index in the header's ``suffixes``
+        ("caption", "u1"),  # index in the header's ``captions``
+        ("number", "<u4"),  # index in the tar, counting left-out samples; 0 in old indexes
         ("padding", "u1", 2),
     ]
 )
@@ -67,7 +67,7 @@ BLOCK = 512  # bytes of a tar header; contents are padded to a multiple
 MOST_EXTENSION = 1 << 20  # maximum bytes of an extension header
 LONGEST = 4096  # maximum characters of a member's name
 _EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")  # types of headers that extend the next header
-# A member belongs to no sample if its top folder or its name is enclosed in double underscores.
+# A member belongs to no sample if its top folder or name is enclosed in double underscores.
 _META = re.compile(r"__[^/]*__($|/)")
 EXAMPLES, EXAMPLE_LETTERS = 5, 500  # maximum left-out samples that a header names, and characters of each
 _ARRAYS = (".npz", ".npy", ".safetensors")
@@ -95,7 +95,7 @@ class Header(JsonObject):
 
 
 HEADER = FileKind(Header, 16 * MIB)
-CLASS_NAMES = "class_names.json"  # class names in the order of the labels, in a file beside the tars
+CLASS_NAMES = "class_names.json"  # file beside the tars: class names in the order of the labels
 MOST_CLASSES = 1_000_000
 NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSES)], 64 * MIB)
 

@@ -83,10 +83,10 @@ class Entry:
     key: str
     path: str
     bytes: int  # bytes of the media file
-    changed: int  # modification time of the media file in ns
-    ending: str  # extension of the media file in the tar
-    beside: str  # extension of the second member: txt or cls
-    text: builtins.bytes  # content of the second member
+    changed: int  # its modification time in ns
+    ending: str  # its extension in the tar
+    beside: str  # second member's extension: txt or cls
+    text: builtins.bytes  # second member's content
 
 
 @dataclass(frozen=True)
@@ -346,8 +346,8 @@ def index_latents(
     force: bool = False,
 ) -> None:
     """Index a folder of tars with another program's latents. form: see opendit/data/latents.py. Only the VAE's
-    configuration is read, not its weights. Raises OSError, and ValueError, with the fix, if the latents do not fit this
-    form, VAE and size, or if the tars mix captions and classes."""
+    configuration is read, not its weights. Raises OSError, and ValueError, with the fix, if latents do not fit form,
+    VAE and size, or if the tars mix captions and classes."""
     folder, shown = Path(root), f"DIR {printable(root)}"
     tars = sorted(folder.glob("*.tar")) if folder.is_dir() else []
     if not tars:
@@ -466,9 +466,9 @@ def holds_old_latents(folder: Path) -> bool:
 
 
 def convert_latents(folder: Path, output: Path, *, num_workers: int) -> None:
-    """Write a folder's latents as tars in ``output``, one for each file. Existing tars stay, so that the same command
-    continues an interrupted conversion. Raises ValueError for an invalid index or other tars in ``output``, and
-    DataError for damaged files."""
+    """Write a folder's latents as tars in ``output``, one for each file. Existing tars stay, so an interrupted
+    conversion continues. Raises ValueError for an invalid index or other tars in ``output``, and DataError for damaged
+    files."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
     check_index(index, folder / INDEX)
     del index["format"], index["version"]

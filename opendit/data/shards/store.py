@@ -77,21 +77,21 @@ def size_problem(name: str, found: int, expected: int) -> str:
 
 
 TIME_LIMIT = 30.0  # seconds for one attempt, plus the transfer time at ``SLOWEST``
-SLOWEST = 1 << 20  # lowest accepted transfer rate in bytes per second
+SLOWEST = 1 << 20  # lowest transfer rate in bytes per second
 CHUNK = 1 << 18  # bytes per read
 AT_ONCE = 16  # indexes fetched concurrently
-MOST_TARS = 1_000_000  # maximum number of names in the expansion of all patterns
-MOST_LETTERS = 1 << 27  # maximum characters of these names
-MOST_BRACES = 200  # maximum pairs of braces in a pattern
-_DIGITS = 18  # maximum digits of a number in braces
+MOST_TARS = 1_000_000  # maximum names that all patterns give
+MOST_LETTERS = 1 << 27  # maximum characters in these names
+MOST_BRACES = 200  # maximum pairs of braces per pattern
+_DIGITS = 18  # maximum digits per number in braces
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
 MOST_PAGE = 16 * MIB  # maximum bytes of a web page that lists a folder
 MOST_INDEX = 1024 * MIB  # maximum bytes of one tar's index
 NO_RANGES = "its server does not answer requests of ranges; take another one"
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # environment variables
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
-GROUPS = 16  # maximum number of unused groups of prefetched ranges
-BYTES = 2**28  # maximum bytes of these groups; a single group may have more
+GROUPS = 16  # maximum unused groups of prefetched ranges
+BYTES = 2**28  # maximum bytes in these groups; a single group may have more
 GAP = 2**14  # maximum gap in bytes between ranges that share a request
 
 
@@ -221,8 +221,8 @@ class FetchAhead:
         self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
-        """Start fetching ``groups`` in this order, and drop the groups of earlier calls. Take the ranges in the same
-        order."""
+        """Start fetching ``groups``, and drop the groups of earlier calls. Ranges must be taken in the order of
+        ``groups``."""
         self._process = os.getpid()  # to detect a fork: a child lacks its parent's threads
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
@@ -392,7 +392,7 @@ class Remote:
 
     @property
     def system(self) -> Any:
-        """The fsspec file system. Raises ValueError without fsspec, or without its package for this kind of address."""
+        """The fsspec file system. Raises ValueError without fsspec, or without the package for this kind of address."""
         if self._process != os.getpid():
             try:
                 import fsspec
@@ -469,7 +469,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars on the same server to which the web page of ``folder`` links."""
+        """Return the tars to which the web page of ``folder`` links, if they are on its server."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
@@ -555,9 +555,9 @@ class RemoteTars:
 
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
-    """Fetch the index of every tar into the cache's folder, unless the same version is there already, and return the
-    paths. If the folder's disk is full, use a temporary folder that is deleted at exit. Raises DataError, naming the
-    address, if an index can't be fetched, and ValueError if neither folder has space."""
+    """Fetch the index of every tar into the cache's folder, unless this version is there already, and return the paths.
+    If the folder's disk is full, use a temporary folder that is deleted at exit. Raises DataError, naming the address,
+    if an index can't be fetched, and ValueError if neither folder has space."""
     kept = cache.folder / "indexes"
 
     def fetch(address: str, folder: Path) -> Path:
