@@ -189,7 +189,7 @@ class BlockStack:
         *,
         checkpointed: bool = False,
     ) -> Tensor:
-        """Return the output of ``blocks``, see ``run_blocks``. Skipped blocks read no modulations and contexts."""
+        """Return the blocks' output, see ``run_blocks``. Modulations and contexts of skipped blocks are not read."""
         number, self._evaluation = self._evaluation, self._evaluation + 1
         return self.run(number, _Blocks(self, blocks, modulations, context, grid), x)
 
@@ -278,8 +278,8 @@ class TaylorStack(BlockStack):
     blocks' changes to the residual stream.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP by a Taylor series, with finite differences as
-    derivatives (eq. 4). This class uses Newton's series, which is exact for polynomials up to degree ``order`` instead
-    of degree 1.
+    derivatives (eq. 4). Such a series is exact for polynomials up to degree 1. This class uses Newton's series: exact
+    up to degree ``order``.
 
     Both series weight the last evaluations by numbers that depend only on the steps' indices. So extrapolating F equals
     extrapolating every block, up to rounding, and needs 1 / L of the memory for L blocks. F includes the gates; [T]
@@ -316,8 +316,8 @@ class TaylorStack(BlockStack):
 
 
 def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-    """Return x + sum_i weights[i] kept[i] in x's dtype, computed in float32 or wider. kept: (n, *x.shape). weights:
-    float64, n or more."""
+    """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider. kept: (n, *x.shape). weights: (>=
+    n,) float64."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     weights = weights.to(total.dtype)
     for weight, part in zip(weights, kept, strict=False):
@@ -326,7 +326,7 @@ def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
 
 
 class FirstBlockDone(Exception):
-    """Raised to end a step after its first block, so that the caller can decide whether to run the other blocks."""
+    """Raised to end a step after its first block, so that the caller can decide whether to run the remaining blocks."""
 
 
 class FirstBlockStack(BlockStack):

@@ -38,7 +38,7 @@ def note_on_missing_frames(config: DiTConfig) -> list[str]:
 
 
 def describe_frames(frames: Tensor | None, files: Sequence[str]) -> dict[str, str]:
-    """Return the summary's row about conditioning frames (n, 1 + C, T, H, W) and their files; {} for None."""
+    """Return the summary's row about conditioning frames and their files; {} for None. frames: (n, 1 + C, T, H, W)."""
     if frames is None:
         return {}
     mask = frames[0, 0].flatten(1).amax(1)

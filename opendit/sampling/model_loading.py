@@ -71,8 +71,8 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = 
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """Return the VAE's name or folder: ``vae``, or what the weights' metadata name, or "ema". Raises ValueError if the
-    name is unknown, or if a folder that contains only a network names no VAE."""
+    """Return the VAE's name or folder: ``vae``, else the one in the weights' metadata, else "ema". Raises ValueError if
+    the name is unknown, or if a folder contains only a network and no VAE is named."""
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
@@ -108,7 +108,7 @@ class VaeLoader:
             self.work = Background(lambda: self._load(name, config), name="VAE")
 
     def get(self, name: str, config: DiTConfig) -> ImageCodec | VideoCodec:
-        """Return the VAE. name: a result of :func:`vae_of`. Raises the same errors as ``load_codec``."""
+        """Return the VAE. name: a result of :func:`vae_of`. For errors see ``load_codec``."""
         if self.work is None or self._begun not in ((name, config), (name, None)):
             return self._load(name, config)
         return self.work.result()
@@ -135,7 +135,7 @@ class LoadedModel:
     notes: list[str]
 
     def codec(self) -> ImageCodec | VideoCodec:
-        """Wait for the VAE and return it. Raises the same errors as ``load_codec``."""
+        """Wait for the VAE and return it. For errors see ``load_codec``."""
         return self.vae_loader.get(self.vae, self.network.config)
 
 
@@ -166,7 +166,7 @@ def load_model(
     if both is not None:
         network.config = replace(both.config, text=network.config.text)
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
-        # Read both networks from one checkpoint. It may not be the newest one, which can be damaged.
+        # Read both networks from one checkpoint: from an older one, if the newest is damaged.
         low = (low_noise_of(weights.path) if second is None else None) or both.low
         network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)
@@ -214,8 +214,7 @@ def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | No
 
 
 def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, list[WeightedLora]]:
-    """Sort LoRAs by the network for which they are, "high" or "low". Raises ValueError for a file that does not name
-    its network."""
+    """Group LoRAs by their network, "high" or "low". Raises ValueError for a file that does not name its network."""
     found: dict[str, list[WeightedLora]] = {expert: [] for expert in EXPERTS.values()}
     for each, weight in lora:
         file = find_weights(each, which)
@@ -235,8 +234,8 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16, which is more
-    accurate than bfloat16."""
+    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16, because bfloat16 is
+    less accurate."""
     return torch.float32 if precision == "fp32" else torch.float16
 
 

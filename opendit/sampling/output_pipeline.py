@@ -155,7 +155,7 @@ class OutputPipeline:
             self._deliver_batch(self._in_flight.popleft())
 
     def _start(self, index: Tensor, latents: Tensor) -> _Batch:
-        """Launch the decoding of this rank's share of a batch."""
+        """Start to decode this rank's share of a batch."""
         latents = latents.clone()  # the CUDA graph of the next batch may overwrite this memory
         rows = frames_of(latents) if self._frames else latents
         decode, form, tiles = self._codec.decode_in_slices, to_bytes, None

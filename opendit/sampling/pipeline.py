@@ -101,7 +101,7 @@ def load(
         model: name of the model, such as "DiT-XL/2", if the file does not name it (Meta's .pt).
         num_classes: number of classes, if the file does not store it.
         lora: LoRAs to merge into the weights: a path, or a list of paths and (path, weight) pairs. A path may end in a
-            weight, as in ":0.8". A path is a run of ``train.py --lora`` or, for a public model, any LoRA file.
+            weight, as in ":0.8". Paths are runs of ``train.py --lora`` or, for public models, also other LoRA files.
         second: for Wan 2.2 A14B (two networks), a run with the network that ``path`` does not contain.
         vae: "ema", "mse", "none" or a folder; None for the VAE that the checkpoint names.
         vae_tiling: decode tile by tile, for large pictures and long clips.

@@ -116,8 +116,8 @@ class SampleCache:
             file.write(digest.digest())
 
     def blocks(self, part: int) -> Iterator[np.ndarray]:
-        """Yield a part's pixels as bytes, in (n,) uint8 arrays. At the end, raises DamagedPart if the checksum
-        differs."""
+        """Yield a part's pixels as bytes, in (n,) uint8 arrays. At the end, raises DamagedPart if the file is
+        damaged."""
         header, digest = self._header(part), self._digest(part)
         left = self.rows(part) * int(np.prod(self.job.shape)) * np.dtype(self.job.dtype).itemsize
         try:

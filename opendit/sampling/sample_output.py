@@ -356,8 +356,8 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Hash tensors' names, dtypes, shapes and contents, on their device.
 
     Contents are read as integers. Each integer is multiplied by an odd factor that depends on its position. The
-    products are summed modulo 2^64, so any changed integer changes the hash. It is not cryptographic. On a GPU it takes
-    milliseconds, SHA-256 seconds."""
+    products are summed modulo 2^64, so any changed integer changes the hash. The hash is not cryptographic. On a GPU it
+    takes milliseconds, SHA-256 seconds."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]

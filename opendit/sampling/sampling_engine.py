@@ -210,7 +210,7 @@ class SamplingEngine:
 
 
 def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
-    """Return the reason why a model's sampling steps can't be recorded; "" if they can. record: False forbids it."""
+    """Return why a model's sampling steps can't be recorded; "" if they can. record: False forbids recording."""
     if not record:
         return "recording is off"
     if not has_recorder and model.device.type != "cuda":

@@ -107,7 +107,7 @@ class Catalog:
         return [path.name for path in folders if path.is_dir() and self.inside(path) and _is_text(path.name)]
 
     def refused(self) -> list[str]:
-        """Return the names of runs that are links out of the folder of runs, or have names that are not UTF-8."""
+        """Return the names of runs that are not shown: links out of the folder, and names that are not UTF-8."""
         folders = [path for path in run_folders(self.outputs) if path.is_dir()]
         return [path.name for path in folders if not self.inside(path) or not _is_text(path.name)]
 
@@ -229,7 +229,7 @@ class Catalog:
         return replace(choice, name=named, mark=(choice.mark, marks), lora=tuple(found)) if found else choice
 
     def _refuse_links_out(self, checkpoint: Path) -> None:
-        """Raise ValueError if a checkpoint, or one of its files to read, is a link out of the folder of runs."""
+        """Raise ValueError if a checkpoint, or a file to read in it, is a link out of the folder of runs."""
         if not self.inside(checkpoint):
             raise ValueError(f"{checkpoint.name} leads out of the folder of runs, and is not read")
         for path in checkpoint.iterdir():

@@ -414,8 +414,8 @@ class StoredSample:
 
 
 class SampleStore:
-    """Stores samples in a temporary folder, which is deleted on exit. If the samples exceed ``most_bytes``, the oldest
-    batches are deleted, but never the newest. The constructor deletes the folders of killed pages."""
+    """Stores samples in a temporary folder, and deletes the folder on exit. If the samples exceed ``most_bytes``, the
+    oldest batches are deleted, but never the newest. The constructor deletes the folders of killed pages."""
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         delete_abandoned()

@@ -1,4 +1,4 @@
-"""Create the Runs tab, and read the history of runs: curves, when they were started, and results of evaluations."""
+"""Create the Runs tab, and read the runs' curves, starts and results of evaluations."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ MOST_POINTS = 40_000  # maximum number of a curve's points in memory
 RESULTS = ("results.jsonl", "evaluation/results.jsonl")
 RESULT_BYTES = 4 * MIB
 RESULT_FIELDS = ("metric", "value", "interval", "count", "samples", "reference", "sampler", "steps", "guidance", "time")
-FIRST_RUNS = 8  # the curves of this number of newest runs are shown at first
+FIRST_RUNS = 8  # at first, the curves of this many newest runs are shown
 REFRESH_S = 10
 COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
 

@@ -1,4 +1,4 @@
-"""Serve the page, with a guard that checks every request, the web application with the tabs, and the server."""
+"""Serve the page: a guard that checks every request, the web application with the tabs, and the server."""
 
 import asyncio
 import base64

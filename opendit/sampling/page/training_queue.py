@@ -68,9 +68,9 @@ JOB_FILE = FileKind(Job, 64 * 1024)
 
 
 class TrainingQueue:
-    """Queue of training runs, at most one per GPU. When the queue closes, running runs continue. root: the folder of
-    ``--allow_train``. gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU. Raises ValueError if
-    another page uses the folder, and OSError."""
+    """Queue of training runs. A GPU has at most one run at a time. When the queue closes, running runs continue. root:
+    the folder of ``--allow_train``. gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU. Raises
+    ValueError if another page uses the folder, and OSError."""
 
     def __init__(self, root: Path, catalog: Catalog, gpus: Sequence[str | None] | None = None):
         self.root, self._catalog = root.resolve(strict=True), catalog
