@@ -342,8 +342,8 @@ class SampleReader:
 
         sample_keys: keys with one ``step``. on_read: called with each row before the row is read.
 
-        Raises DataError for more than max(100, ``max_bad`` * rows) unreadable rows in succession, or for all of a
-        shape."""
+        Raises DataError for more than max(100, ``max_bad`` * rows) unreadable rows in succession, or if all rows of a
+        shape are unreadable."""
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         drawn: dict[str, list[Any]] = {}
         if self.augment and self.about.random_flip:

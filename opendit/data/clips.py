@@ -142,8 +142,8 @@ def read_clip(
     clip at a smaller interval, if there are ``num_frames`` frames. name: the clip's name in messages. reader: one of
     ``video_files.CHOICES``; the pixels do not depend on it.
 
-    Raises BadSample if the clip is too short, can't be decoded, or takes more than ``time_limit`` s now or took so
-    before."""
+    Raises BadSample if the clip is too short, can't be decoded, or takes more than ``time_limit`` s, now or in an
+    earlier call."""
     check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
     shortened = False
@@ -519,7 +519,7 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
 
 
 def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
-    """Return the frames shown at ``num_frames`` evenly spaced times, from the clip's first frame to its last."""
+    """Return the indices of the frames at ``num_frames`` evenly spaced times, from the first frame to the last."""
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
 
 

@@ -124,9 +124,9 @@ def parse_caption(text: str) -> tuple[int, str]:
 def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed: int) -> np.ndarray:
     """Return a clip (frames, size, size, 3) uint8 of a digit that crosses a black frame at constant speed.
 
-    image: (8, 8) in [-1, 1]. The digit is 5/8 as wide as the frame and always in view; its positions are fractional.
-    jitter_seed: seed of its random offset perpendicular to the motion, at most an eighth of the frame. Raises
-    ValueError for another image shape, an unknown direction, no frames or too small a frame."""
+    image: (8, 8) in [-1, 1]. The digit is 5/8 as wide as the frame, always in view, and at fractional positions.
+    jitter_seed: seed of the digit's random offset across the motion, at most an eighth of the frame. Raises ValueError
+    for another image shape, an unknown direction, no frames or too small a frame."""
     if image.shape != (8, 8) or direction not in DIRECTIONS or frames < 1 or size < 8:
         raise ValueError(
             f"can't draw {tuple(image.shape)} moving {direction!r} in {frames} frames of {size} pixels: it takes an "

@@ -284,7 +284,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
 
 
 def check_count(tar: Path, index: TarIndex, count: int, shown: str) -> None:
-    """Raise ValueError if a tar has not ``count`` samples, the number that Energon counted."""
+    """Raise ValueError if a tar does not have ``count`` samples, the number that Energon counted."""
     if (found := index.header.rows + index.header.left_out) != count:
         raise ValueError(
             f"{shown}: {printable(tar)} has {found:,} samples, and {count:,} when Energon prepared it; prepare it again"

@@ -19,10 +19,10 @@ _LATENT, _TEXT = 0, 1  # the two random streams of each row
 class MockDataset(MediaDataset):
     """Random data in the format of cached latents.
 
-    ``x`` holds means, drawn from N(0, 1) and keyed by seed and row, and deviations of 0: (2C, h, w) or (2C, t, h, w),
-    in the shape that ``vae`` gives media of ``image_size`` and ``num_frames`` (None for pictures). Each row has one of
-    ``num_classes`` labels (None: ``CLASSES``), or a caption if there is a ``text_encoder``. Any encoder except
-    ``bytes`` adds random embeddings of its width.
+    ``x`` has means from N(0, 1), keyed by seed and row, and deviations of 0: (2C, h, w) or (2C, t, h, w). ``vae``,
+    ``image_size`` and ``num_frames`` (None for pictures) determine the shape. Each row has one of ``num_classes``
+    labels (None: ``CLASSES``), or a caption if there is a ``text_encoder``. Any encoder except ``bytes`` adds random
+    embeddings.
 
     Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or for sizes that the VAE can't encode."""
 

@@ -217,8 +217,8 @@ def _file_advice(path: Path) -> str:
 class Recaptioned(SomeRows):
     """All rows of another data set with changed captions. prefix: text to put before each caption, with a blank.
 
-    Tags are separated by commas in a caption. Each read of a sample may shuffle the tags. It drops each tag with the
-    probability ``drop``, but never all. ``View.tags`` is the random key; without it, tags stay unchanged."""
+    Commas separate a caption's tags. Each read of a sample may shuffle the tags, and drop each with the probability
+    ``drop``, but never all. ``View.tags`` is the random key; without it, tags stay unchanged."""
 
     def __init__(self, whole: MediaDataset, prefix: str, *, shuffle: bool = False, drop: float = 0.0):
         super().__init__(whole, Complement(len(whole), np.zeros(0, np.int64)), "")
@@ -255,11 +255,11 @@ class Recaptioned(SomeRows):
 
 
 def change_tags(text: str, key: int, *, shuffle: bool, drop: float) -> str:
-    """Shuffle and drop the tags of a caption at random, keyed by ``key``. A caption of one tag is unchanged."""
+    """Shuffle and drop a caption's tags at random, keyed by ``key``. A single tag is unchanged."""
     tags = [tag for part in text.split(",") if (tag := part.strip())]
     if len(tags) < 2:
         return text
-    # Shuffle and drop a caption's tags at random, keyed by ``key``. A single tag is unchanged.
+    # Use numpy's generator, because opendit.diffusion.random is made for batches and takes a millisecond.
     numbers = np.random.Philox(key=key).random_raw(2 * len(tags)).reshape(2, -1) / 2**64
     order = numbers[0].argsort() if shuffle else np.arange(len(tags))
     kept = numbers[1] >= min(drop, numbers[1].max())

@@ -173,8 +173,8 @@ def _fill_stored(
     device: torch.device,
 ) -> None:
     """Replace a model's parameters by the tensors of its files, one at a time. Linear layers are stored as ``kind``.
-    Each parameter must be filled with the index in ``tensors`` of its tensor, because ``transformers`` renames tensors.
-    Raises ValueError if a parameter is not exactly one tensor."""
+    Before the call, each parameter must be filled with its tensor's index in ``tensors``, because ``transformers``
+    renames tensors. Raises ValueError if a parameter is not exactly one tensor."""
     model.requires_grad_(False)
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name: tensors[int(parameter.flatten()[0])] for name, parameter in named.items()}

@@ -34,7 +34,7 @@ from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
 
 class LocalTars:
-    """Tars on a local disk. sizes: bytes of each tar in its index; compared when a tar is opened."""
+    """Tars on a local disk. sizes: each tar's bytes by its index, checked when the tar is opened."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         self.paths, self.sizes = list(paths), list(sizes)
@@ -513,7 +513,7 @@ class Remote:
 
 class RemoteTars:
     """Tars behind addresses, with a cache of the ranges that were read. It has the methods of ``LocalTars``. contents:
-    checksum of each tar, or "". sizes: bytes of each tar in its index."""
+    checksum of each tar, or "". sizes: each tar's bytes by its index."""
 
     def __init__(
         self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
