@@ -1,7 +1,7 @@
-"""Features of the built-in digits and of clips of moving digits, from a small classifier that is trained when needed.
+"""Features of the built-in digits and moving digits, from a small classifier that is trained when needed.
 
 Training takes seconds. It uses float64 and a fixed seed, so features differ between machines only by rounding. In a
-clip, the classifier sees the digit cut out along the path of its centre of mass."""
+clip, the classifier sees the digit cut out along its path."""
 
 import contextlib
 import functools
@@ -18,19 +18,17 @@ from opendit.common.utils import hash_parts
 from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, SIZE, SPLITS, digits_split, parse_caption, render
 from opendit.evaluation.media import Media, array_media
 
-VERSION = "1"  # version of this code; increase it if the features change although the constants below do not
-# Width of the features. It is small, because the covariance of wide features needs many samples, and there are only 359
-# held-out digits.
-WIDTH = 16
+VERSION = "1"  # code version; increase it if the features change although the constants below do not
+WIDTH = 16  # feature width; small, because covariances of wide features need more than the 359 held-out digits
 HIDDEN, EPOCHS, BATCH, RATE = 256, 60, 128, 1e-2
 # SHIFT: largest random shift in half widths. NOISE: standard deviation for pixel values in -1..1. Label smoothing.
 SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05
-COPY_QUANTILE = 0.01  # a sample is a copy if its distance to the nearest training digit is below this quantile
+COPY_QUANTILE = 0.01  # a sample is a copy if its distance to a training digit is below this quantile
 
 # Constants of moving digits:
-FILE_FRAMES, FILE_SIZE = 48, 64  # number of frames and size in pixels of the demo's clips
+FILE_FRAMES, FILE_SIZE = 48, 64  # frames, and side in pixels, of the demo's clips
 HELD_OUT = 400  # number of clips, made from the 359 held-out digits
-# Number of points of the path that are part of the features, and factor of their positions (in frame widths).
+# Features contain this many points of the path, and their positions in frame widths times this factor.
 PLACES, PATH_SCALE = 4, 10.0
 SEEDS = {"train": 1, "test": 2}
 
@@ -46,8 +44,8 @@ class DigitClassifier:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Return "pool" (B, WIDTH), the logits "digit" (B, 10), and "nearest" (B, 1), the distance to the nearest
-        training digit, for float64 pixels (B, 1, 8, 8) in -1..1."""
+        """Classify float64 pixels (B, 1, 8, 8) in -1..1. Return "pool" (B, WIDTH), the logits "digit" (B, 10), and
+        "nearest" (B, 1), the distance to the nearest training digit."""
         hidden, head = self.hidden.to(pixels.device), self.head.to(pixels.device)
         images = self.images.to(pixels.device)
         pool = hidden(pixels)
@@ -56,8 +54,8 @@ class DigitClassifier:
 
 
 def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
-    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), augmented by small shifts and noise.
-    The same digits give the same classifier, up to rounding."""
+    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and labels (N,), with small random shifts and noise. Equal
+    digits give equal classifiers, up to rounding."""
     x, y, generator = images.double(), labels, torch.Generator().manual_seed(0)
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -127,7 +125,7 @@ def picture_features(pixels: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def digits_sha256(kind: str) -> str:
-    """Hash the data and constants that determine the features. kind: "pictures" or "clips"."""
+    """Hash all data and constants that determine the features. kind: "pictures" or "clips"."""
     data = [part.numpy().tobytes() for split in SPLITS for part in digits_split(split)]
     constants = WIDTH, HIDDEN, EPOCHS, BATCH, RATE, SHIFT, NOISE, SMOOTHING
     return hash_parts("digits", kind, VERSION, str(constants), *data)
@@ -135,7 +133,7 @@ def digits_sha256(kind: str) -> str:
 
 @dataclass(frozen=True)
 class RealDigits:
-    """Real samples, and the digits and directions that they show."""
+    """Real samples, with the digits and directions in them."""
 
     media: Media
     asked: "AskedDigits"
@@ -157,8 +155,7 @@ SPLIT_NAMES = {"train": "train", "test": "held out"}
 
 @dataclass(frozen=True)
 class AskedDigits:
-    """The digit that each sample should show, (N,) int64, and the direction (x, y) in which it should move, (N, 2)
-    float64, or None."""
+    """What samples should show. digits: (N,) int64. directions: of movement (x, y), (N, 2) float64, or None."""
 
     digits: Tensor
     directions: Tensor | None = None
@@ -173,8 +170,8 @@ def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | 
 
 
 def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
-    """Return the digits that captions such as "a seven" or "a seven moving left" request. Return None if any caption
-    has another form, or there are none."""
+    """Return the digits that captions such as "a seven" or "a seven moving left" request. Return None without captions,
+    or if one has another form."""
     try:
         found = [parse_caption(text) for text in captions or ()]
         directions = torch.tensor([DIRECTIONS[direction] for _, direction in found], dtype=torch.float64)
@@ -187,21 +184,21 @@ def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
 
 
 def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
-    """Return (N,) bool: True if the largest of a sample's logits (N, 10) belongs to the requested digit."""
+    """Return (N,) bool: True if a sample's largest logit, of (N, 10), belongs to the requested digit."""
     return logits.argmax(dim=1).cpu() == asked.digits
 
 
 def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
-    """Return the share of samples that are copies of training digits: those whose distance to the nearest training
-    digit, ``nearest`` (N, 1), is below the quantile COPY_QUANTILE of the held-out digits' distances, ``held_out`` (M,
-    1)."""
+    """Return the share of samples that are copies of training digits. nearest: (N, 1) distances of samples to the
+    nearest training digit. held_out: (M, 1) distances of held-out digits. A copy's distance is below the held-out
+    digits' quantile COPY_QUANTILE."""
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
 
 
 @dataclass(frozen=True)
 class ClipShape:
-    """Number of frames of a clip, interval between them, and side in pixels."""
+    """A clip's number of frames, interval between frames, and side in pixels."""
 
     frames: int
     interval: int
@@ -210,7 +207,7 @@ class ClipShape:
 
 @functools.cache
 def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDigits:
-    """Render uint8 clips (T, H, W, 3) of moving digits of a split. The four directions take turns.
+    """Render uint8 clips (T, H, W, 3) of a split's digits in motion. The four directions take turns.
 
     count: number of clips; by default, HELD_OUT for the held-out split, and one for every training digit. Raises
     ValueError if the clips would be longer than FILE_FRAMES.
@@ -241,15 +238,15 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
 @functools.cache
 @torch.inference_mode(False)  # the first call trains the classifier, and the caller may be in inference mode
 def clip_classifier(shape: ClipShape) -> DigitClassifier:
-    """Return a classifier of the digits that are cut out of training clips. The first call trains it."""
+    """Return a classifier of digits cut out of training clips. The first call trains it."""
     real = real_clips("train", shape)
     grey = _grey(torch.from_numpy(np.array(real.media.read_all())).movedim(-1, 1))
     return train_classifier(centred_digits(grey, centres(grey)), real.asked.digits)
 
 
 def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
-    """Compute features of uint8 clips (B, 3, T, H, W): "pool", the classifier's features and the digit's centre in
-    PLACES frames; "moved" (B, 2), the digit's displacement (x, y) in widths of the frame; "digit" and "nearest" as in
+    """Compute features of uint8 clips (B, 3, T, H, W). "pool" joins the classifier's features and the digit's centre in
+    PLACES frames. "moved" (B, 2) is the digit's displacement (x, y) in frame widths. "digit" and "nearest" are as in
     :class:`DigitClassifier`."""
     grey = _grey(pixels)
     path = centres(grey)
@@ -267,15 +264,15 @@ def _grey(pixels: Tensor) -> Tensor:
 
 
 def centres(clips: Tensor) -> Tensor:
-    """Return the centre of mass (x, y), in pixels, of every frame of clips (B, T, H, W), as (B, T, 2)."""
+    """Return each frame's centre of mass (x, y) in pixels, (B, T, 2). clips: (B, T, H, W)."""
     mass = clips.sum(dim=(2, 3)) + 1e-6
     x, y = (torch.arange(size, dtype=clips.dtype, device=clips.device) for size in (clips.shape[3], clips.shape[2]))
     return torch.stack([(clips.sum(dim=2) * x).sum(-1) / mass, (clips.sum(dim=3) * y).sum(-1) / mass], dim=-1)
 
 
 def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
-    """Return pixels (B, 1, 8, 8) in -1..1 of the digit in each of the clips (B, T, H, W) in 0..1: the mean of all
-    frames, each shifted so that its centre of mass, ``path`` (B, T, 2), is in the middle."""
+    """Return the digit in each clip, (B, 1, 8, 8) in -1..1. clips: (B, T, H, W) in 0..1. path: centres of mass (B, T,
+    2). Frames are shifted so that the centre is in the middle, and averaged."""
     height, width = clips.shape[2:]
     half = max(1, int(width * 0.4))
     padded = F.pad(clips, (half, half, half, half))
@@ -293,8 +290,8 @@ def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
 
 
 def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
-    """Return (N,) bool: True for each sample whose displacement ``moved`` (N, 2), in widths of the frame, is larger
-    along the requested direction than across it, and larger than a twentieth of the frame."""
+    """Return (N,) bool: True if a sample moved as requested. moved: displacements (N, 2) in frame widths. The part
+    along the requested direction must be larger than the part across, and larger than 0.05."""
     moved, wanted = moved.double().cpu(), asked.directions
     assert wanted is not None
     along, across = (moved * wanted).sum(dim=1), (moved * wanted.flip(1)).sum(dim=1).abs()

@@ -1,7 +1,7 @@
-"""Compute features of samples by one or more networks, distributed over ranks, with a cache on disk.
+"""Compute features of samples with one or more networks, divided between ranks, with a cache on disk.
 
-No picture is written to disk. The features are stored in OUTPUT/features/HASH, where HASH covers every setting that
-affects them, and are used again after a kill or by another evaluation of the same samples."""
+Only features are written, to OUTPUT/features/HASH. HASH covers every setting that affects them. They are used again
+after a kill, or by another evaluation of these samples."""
 
 import logging
 import math
@@ -42,8 +42,8 @@ class Extractor:
     """Applies all networks of an evaluation to pixels.
 
     Args:
-        pictures: network for pictures or single frames. For frames, only its "pool" is used; for pictures, also further
-            features, such as "spatial" and "logits".
+        pictures: network for pictures or single frames. For frames, only its feature "pool" is used; for pictures, also
+            "spatial", "logits" and so on.
         clips: network for clips. It returns "clip", and for moving digits also "digit", "nearest" and "moved".
         captions: CLIP, for the CLIP score. It returns "caption".
         motion: also return "motion", the :func:`motion_score` of clips.
@@ -69,7 +69,7 @@ class Extractor:
         return {**settings, "motion": "on" if self.motion else "off"}
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
-        """Return the shapes of the features of one sample with the shape (H, W, 3) or (T, H, W, 3)."""
+        """Return the shapes of one sample's features. shape: of the sample, (H, W, 3) or (T, H, W, 3)."""
         found = self(torch.zeros(1, *shape, dtype=torch.uint8))
         return {name: tuple(features.shape[1:]) for name, features in found.items()}
 
@@ -102,7 +102,8 @@ class Extractor:
 
 
 def motion_score(clips: Tensor) -> Tensor:
-    """Return the mean absolute difference (B,), of 255, between consecutive frames of uint8 clips (B, T, H, W, 3)."""
+    """Return the mean absolute difference between consecutive frames, (B,) in 0..255, of uint8 clips (B, T, H, W,
+    3)."""
     if clips.shape[1] < 2:
         return torch.zeros(len(clips), device=clips.device)
     frames = clips.float()
@@ -112,7 +113,7 @@ def motion_score(clips: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Features:
     """Features (N, ...) float32 of ``count`` samples, on the CPU. ``arrays`` is empty on ranks other than 0. seconds:
-    duration of the computation. computed: number of samples whose features were not in the cache."""
+    computing time. computed: number of samples without cached features."""
 
     count: int
     arrays: dict[str, Tensor]
@@ -121,7 +122,7 @@ class Features:
 
 
 def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh) -> Features:
-    """Return the features of samples in files. All ranks must call this together."""
+    """Return the features of samples in files. All ranks must call this."""
     with ThreadPoolExecutor(writer_threads(mesh)) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
         settings = {"samples": media.sha256, "media": f"{media.name} {media.how}".strip(), **extractor.settings()}
@@ -143,7 +144,7 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh) 
 
 
 def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Features:
-    """Draw the samples of a run and return their features. All ranks must call this together."""
+    """Draw samples from a checkpoint and return their features. All ranks must call this."""
     layout = extractor.layout(pixel_shape(sampling))
     drawn = drawn_by(settings_of(sampling))
     size, count = sampling.flags.batch_size, len(sampling.choices)
@@ -165,13 +166,13 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Fe
 
 
 def drawn_by(settings: dict[str, str]) -> dict[str, str]:
-    """Leave out the settings, among those of ``settings_of``, that affect only which files are written."""
+    """Drop settings that affect only which files are written. settings: from ``settings_of``."""
     return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
 class _FiniteLatents:
-    """Raises ValueError for latents that are not finite, because a NaN would be invisible in uint8 pixels. A batch is
-    checked after the next one has been launched, so that the device does not wait for the host."""
+    """Raises ValueError for latents that are not finite, because uint8 pixels would hide a NaN. A batch is checked
+    after the launch of the next one, so that the device does not wait for the host."""
 
     def __init__(self):
         self._waiting: deque[tuple[Tensor, Tensor]] = deque()
@@ -208,7 +209,7 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
 
 
 class _Store:
-    """Cache of features on disk. ``missing`` holds the numbers of the parts that no earlier start has written."""
+    """Cache of features on disk. ``missing`` lists the parts that still have to be computed."""
 
     def __init__(self, output: Path, settings: dict[str, str], count: int, batch_size: int, layout: Layout, mesh: Mesh):
         self.layout, self.mesh, self._output = layout, mesh, output
@@ -253,7 +254,7 @@ class _Store:
         return job, list(range(parts.count)) if missing is None else missing
 
     def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
-        """Call ``fill(sink)``, which delivers the missing samples' pixels to the sink. Then read all features."""
+        """Call ``fill(sink)`` to deliver the missing samples' pixels to the sink. Then read all features."""
         begun = time.monotonic()
         if self.missing:
             sink = Sink(CacheWriter(self.parts, self.missing), extractor)
@@ -275,15 +276,15 @@ class _Store:
 class Sink:
     """Receives pixels, computes their features and writes the features into the cache.
 
-    On a GPU, the networks run on a separate stream, parallel to the stream that draws samples. The host waits for the
-    features of a batch after it has launched the next one."""
+    On a GPU, the networks have a separate stream, parallel to drawing. The host waits for a batch's features only after
+    it has launched the next batch."""
 
     def __init__(self, assembly: CacheWriter, extractor: Extractor):
         self._assembly, self._extractor = assembly, extractor
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
         if self._stream is not None:
-            # Operations on this stream must run after those of the current stream, which has loaded the networks.
+            # The current stream has loaded the networks, so this stream must wait for it.
             self._stream.wait_stream(torch.cuda.current_stream(extractor.device))
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
@@ -292,7 +293,7 @@ class Sink:
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # The host waits for this copy and earlier features, but not for samples, which another stream draws.
+            # The host waits for this copy and earlier features, but not for the stream that draws samples.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:
@@ -303,7 +304,7 @@ class Sink:
         self.flush(waiting=1)
 
     def flush(self, waiting: int = 0) -> None:
-        """Write the features of all delivered batches except the last ``waiting`` ones."""
+        """Write the features of all delivered batches but the last ``waiting`` ones."""
         while len(self._waiting) > waiting:
             numbers, rows, done = self._waiting.popleft()
             if done is not None:

@@ -1,4 +1,4 @@
-"""Load the networks and the reference of an evaluation, and compute its metrics from the samples' features."""
+"""Load an evaluation's networks and reference, and compute its metrics from the samples' features."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -38,14 +38,14 @@ _WITHOUT = {
     "moved": "it needs --features digits, and clips whose directions are known by their captions",
     "nearest": "it needs --features digits",
 }
-# Features -> the network of the extractor that computes them. Features of digits are computed by either network.
+# Features -> the extractor's network that computes them. Features of digits come from either network.
 _NETWORKS = {"pool": "pictures", "spatial": "pictures", "logits": "pictures"}
 _NETWORKS |= {"clip": "clips", "caption": "captions", "motion": None}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The value of a metric; the fields are those of :class:`Measurement`."""
+    """A metric's value. The fields are as in :class:`Measurement`."""
 
     metric: str
     value: float
@@ -58,11 +58,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class RealSamples:
-    """Features of real digits, for comparison with those of the samples.
+    """Features of real digits, to compare with the samples.
 
     Attributes:
-        train: features of as many training digits as there are samples, but at most REAL.
-        asked: the digits, and for clips the directions, that the held-out samples show.
+        train: features of training digits, as many as there are samples, at most REAL.
+        asked: the held-out samples' digits, and for clips their directions.
         reference: True if the held-out digits are also the reference.
     """
 
@@ -74,15 +74,15 @@ class RealSamples:
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """The inputs from which all metrics are computed.
+    """The inputs of all metrics.
 
     Attributes:
         features: features of the samples, name -> (N, ...).
         inception: True if "pool" comes from the Inception network that defines FID.
         intervals: True to compute jackknife intervals.
-        scores: CLIP score of every sample, (N,).
+        scores: each sample's CLIP score, (N,).
         truncated: number of captions that CLIP truncates.
-        asked, real: digits that the samples should show, and features of real digits; only with --features digits.
+        asked, real: digits that the samples should show, and real digits; only with --features digits.
     """
 
     features: dict[str, Tensor]
@@ -97,7 +97,7 @@ class MetricInputs:
     real: RealSamples | None = None
 
     def of(self, name: str) -> Tensor:
-        """Return features of the samples as rows (N, D), or (N * T, D) for the frames of clips, on ``device``."""
+        """Return the samples' features on ``device`` as rows (N, D), or for frames of clips (N * T, D)."""
         return _rows(self.features[name], self.device)
 
     def of_reference(self, name: str) -> Tensor:
@@ -121,8 +121,8 @@ def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None
 def plan(
     asked: Sequence[str], layout: Layout, reference: Reference | None, captions: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the metrics to compute, and a message for each metric that is left out although its features exist. If
-    ``asked`` is empty, these are all that can be computed; otherwise raises ValueError if one can't be."""
+    """Return the metrics to compute, and a message for each metric that has features but is left out. If ``asked`` is
+    empty, compute all that is possible. Otherwise, raises ValueError if a requested metric is impossible."""
     found, left_out = [], []
     for name in asked or METRICS:
         problem = _problem(name, layout, reference, captions)
@@ -130,7 +130,7 @@ def plan(
             found.append(name)
         elif asked:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
-        elif METRICS[name].features in layout:  # no message for clips' metrics of pictures, which lack the features
+        elif METRICS[name].features in layout:  # no message if the features are missing, such as logits of clips
             left_out.append(f"{name} is left out: {problem}")
     return found, left_out
 
@@ -179,7 +179,7 @@ def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tup
 
 
 def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
-    """Yield the values of a metric. Raises ValueError, with the metric's name, if it can't be computed."""
+    """Yield a metric's values. Raises ValueError that begins with the metric's name."""
     try:
         yield from _COMPUTE[name](inputs)
     except ValueError as error:
@@ -245,7 +245,7 @@ def _share_right(
     metric: str, features: str, is_right: Callable[[Tensor, AskedDigits], Tensor]
 ) -> Callable[[MetricInputs], Iterator[Figure]]:
     def compute(inputs: MetricInputs) -> Iterator[Figure]:
-        assert inputs.asked is not None and inputs.real is not None  # the features are those of digits
+        assert inputs.asked is not None and inputs.real is not None  # always given with features of digits
         right = is_right(inputs.of(features), inputs.asked)
         value, of_real = (
             float(found.double().mean())
@@ -272,7 +272,7 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
     """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples. It stays within [0, 1],
-    and is wider than 0 at shares of 0 and 1."""
+    and has a width above 0 even at shares of 0 and 1."""
     square = metrics.NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)
     error = metrics.NORMAL_95 / (1 + square) * (share * (1 - share) / count + square / (4 * count)) ** 0.5
@@ -303,19 +303,19 @@ _COMPUTE: dict[str, Callable[[MetricInputs], Iterator[Figure]]] = {
 
 
 class Measuring:
-    """An evaluation whose flags are checked, networks loaded and reference opened. Construct it before any sample is
-    drawn, on all ranks together.
+    """An evaluation with checked flags, loaded networks and opened reference. Construct it on all ranks, before any
+    sample is drawn.
 
     Args:
-        output: folder that caches the features of the reference.
+        output: folder that caches the reference's features.
 
     Attributes:
         extractor: function that computes the samples' features.
         reference: None if no metric needs one.
-        metrics, figure_names: names of the metrics to compute, and of all their values, see :func:`figure_names`.
+        metrics, figure_names: names of the metrics to compute, and of all values (see :func:`figure_names`).
         why_nothing: error message for an evaluation without metrics.
 
-    Raises ValueError if a requested metric can't be computed, naming the missing input, and OSError if a file is
+    Raises ValueError that names the missing input if a requested metric is impossible, and OSError if a file is
     missing.
     """
 
@@ -362,8 +362,8 @@ class Measuring:
     def compute(
         self, features: dict[str, Tensor], details: dict[str, Any], problems: list[str]
     ) -> Iterator[list[Measurement]]:
-        """Yield the measurements of each metric. Call on rank 0 only. details: fields that are equal in all
-        measurements. problems: a list to which a message is appended for each metric that can't be computed."""
+        """Yield each metric's measurements. Call on rank 0 only. details: fields that all measurements share. problems:
+        list to which a message is added for each metric that can't be computed."""
         inputs = self._inputs(features)
         for name in self.metrics:
             try:
@@ -448,7 +448,7 @@ def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Me
 
 
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
-    """Compute the features of real digits, to compare ``samples`` with. reference: see :class:`RealSamples`."""
+    """Compute features of real digits, to compare ``samples`` with. reference: see :class:`RealSamples`."""
     of_clips = samples.options if samples.clips else None
     train, held_out = real_digits("train", of_clips, min(samples.count, REAL)), real_digits("test", of_clips)
     of_train, of_held_out = (extractor(torch.from_numpy(real.media.read_all())) for real in (train, held_out))
@@ -456,7 +456,7 @@ def real_samples(samples: DescribedSamples, extractor: Extractor, reference: boo
 
 
 def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
-    """Drop "digit" if it is unknown which digits the samples should show, and "moved" if the directions are unknown."""
+    """Drop "digit" if the requested digits are unknown, and "moved" if the requested directions are unknown."""
     missing = set() if samples.asked else {"digit", "moved"}
     if samples.asked and samples.asked.directions is None:
         missing = {"moved"}
@@ -468,8 +468,8 @@ def _compares(flags: EvaluateConfig) -> bool:
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0, because only rank 0 has the reference's features. Return its result, or raise its
-    ValueError, on all ranks."""
+    """Call ``decide`` on rank 0, which alone has the reference's features. Return the result, or raise the ValueError,
+    on all ranks."""
     value, problem = None, None
     if mesh.is_main:
         try:

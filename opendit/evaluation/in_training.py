@@ -1,4 +1,4 @@
-"""Evaluate a run's EMA weights during training, on samples that are drawn every --evaluate_every steps."""
+"""Evaluate a run's EMA weights every --evaluate_every training steps, on newly drawn samples."""
 
 import logging
 import math
@@ -28,18 +28,16 @@ from opendit.training.run import Run, example_captions
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "evaluation"  # subfolder of the run's folder, in which `opendit evaluate plot RUN` looks for metric values
-PROMPTS = 64  # maximum number of captions, because their embeddings stay on the device
+FOLDER = "evaluation"  # subfolder of a run's folder; `opendit evaluate plot RUN` reads it
+PROMPTS = 64  # maximum number of captions; their embeddings stay on the device
 
 
 class RunEvaluation:
-    """Draws --evaluate_samples samples from a training run's EMA weights, and computes their metrics. All ranks take
-    part.
+    """Draws --evaluate_samples samples from a run's EMA weights, and computes metrics. All ranks take part.
 
-    The values do not depend on the number of data-parallel ranks, because a sample's noise is keyed by its number, and
-    the batches are always the same. ``of`` is a hash of all settings that affect the values; only values with equal
-    hashes are comparable. The constructor raises ValueError or OSError, naming the flag, if the evaluation is
-    impossible."""
+    The values do not depend on the number of data-parallel ranks: a sample's number determines its noise, and the
+    batches are fixed. ``of`` is a hash of all settings that affect the values. Only values with equal hashes are
+    comparable. The constructor raises ValueError or OSError with the flag if the evaluation is impossible."""
 
     def __init__(self, spec: Run):
         self._spec, flags, config = spec, spec.flags.evaluating(), spec.model_config
@@ -91,7 +89,7 @@ class RunEvaluation:
         spec, flags = self._spec, self._spec.flags
         return {
             "samples": spec.folder.name,
-            "samples_sha256": "",  # empty, because there is no file of the evaluated weights to hash
+            "samples_sha256": "",  # the evaluated weights are in no file
             "sampler": spec.objective.preview_sampler,
             "steps": flags.evaluate_steps,
             "guidance": flags.evaluate_cfg_scale,
@@ -108,9 +106,8 @@ class RunEvaluation:
         return self._spec.codec
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate the weights after ``step``; return fields for the step's line in the log. All ranks must call this.
-        ``eval_NAME`` is the value of each metric, None if it is not finite or can't be computed; ``eval_of`` is the
-        hash."""
+        """Evaluate the weights after ``step``. Return fields for the step's log line. All ranks must call this.
+        ``eval_NAME`` is a metric's value; None if it is not finite or can't be computed. ``eval_of`` is the hash."""
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
             assert model is not None  # everywhere=True gives every rank a model
@@ -125,7 +122,7 @@ class RunEvaluation:
 
     @torch.no_grad()
     def _features(self, model: DiT, sampler: EMASampler) -> dict[str, Tensor]:
-        """Draw all samples, and return their features in CPU memory, on every rank."""
+        """Draw all samples. Return their features in CPU memory, on every rank."""
         spec, mesh = self._spec, self._spec.mesh
         device, flags = mesh.device, spec.flags
         found = {name: torch.zeros(self.count, *shape, device=device) for name, shape in self._layout.items()}
@@ -143,11 +140,11 @@ class RunEvaluation:
                     pixels = torch.from_numpy(to_uint8(self._codec.decode(latents)))
                     for name, rows in self._measuring.extractor(pixels).items():
                         found[name][index.to(device)] = rows
-        # The sum is exact, because only one rank computes each element, and the other ranks add 0.
+        # The sum is exact: one rank computes each element, and all others add 0.
         return {name: mesh.sum(rows).cpu() for name, rows in found.items()}
 
     def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:
-        """Return the values of all metrics, None if not finite. Log and store the finite ones. Rank 0 only."""
+        """Return all metrics' values, None if not finite. Log and store finite values. Rank 0 only."""
         problems: list[str] = []
         rows: list[Measurement] = []
         details = self._details() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}

@@ -1,7 +1,7 @@
-"""The Inception network of FID, with torchvision's parameter names, so that the published weights load strictly.
+"""FID's Inception network, with torchvision's parameter names, so that the published weights load strictly.
 
-FID was defined with this network of December 2015. Unlike torchvision's, it has 1,008 classes, its average pooling
-excludes the padding, and its last block has maximum pooling instead of average pooling.
+FID was defined with this network from December 2015. It differs from torchvision's: there are 1,008 classes, average
+pooling excludes the padding, and the last block has maximum pooling.
 """
 
 from typing import Any

@@ -29,7 +29,7 @@ SAMPLES, LABELS = "arr_0", "arr_1"  # names of the arrays in an .npz of sample.p
 class MediaOptions:
     """Settings for reading pixels from files. Frames are taken from the middle of a clip.
 
-    image_size: side in pixels to which pictures and frames are cropped and resized, as ADM does; None for no change.
+    image_size: side in pixels to which pictures and frames are cropped and resized, as ADM does; None for no resizing.
     """
 
     image_size: int | None = None
@@ -38,20 +38,20 @@ class MediaOptions:
     fps: float | None = None
 
     def __str__(self) -> str:
-        """Return all settings that affect the pixels, for the hash of cached features. fps is only in the text if it is
-        set, so that the cached features of earlier versions are found."""
+        """Return the settings that affect the pixels, as text to hash. fps appears only if it is set, so that the
+        hashes of earlier versions stay valid."""
         shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
         return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 
 
 @dataclass(frozen=True)
 class Media:
-    """Uint8 pictures (H, W, 3) or clips (T, H, W, 3), which can be read by number.
+    """Uint8 pictures (H, W, 3) or clips (T, H, W, 3), readable by number.
 
     Attributes:
         sha256: hash of the files or of the array.
         captions, labels: one per sample, or None.
-        read_range: function that reads a range of samples at once; None if it would not be faster than ``read``.
+        read_range: function that reads a range of samples at once, if that is faster than ``read``; else None.
         how: other settings that affect the pixels, as text.
     """
 
@@ -70,8 +70,8 @@ class Media:
         return self.read_range(range(self.count))
 
     def batch(self, numbers: range, pool: ThreadPoolExecutor) -> np.ndarray:
-        """Read the samples ``numbers``, with the threads of ``pool``, as uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises
-        ValueError if they differ in size."""
+        """Read the samples ``numbers`` in the threads of ``pool``, as uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises
+        ValueError if sizes differ."""
         if self.read_range is not None:
             return self.read_range(numbers)
         found = list(pool.map(self.read, numbers))
@@ -87,7 +87,7 @@ class Media:
 
 def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -> Media:
     """Open a folder of pictures or clips, an .npz or .npy file, or a CSV with the columns path and text. Raises
-    FileNotFoundError, or ValueError if the samples can't be used; the message names ``flag``."""
+    FileNotFoundError, or ValueError for unusable samples. Both name ``flag``."""
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(
@@ -106,8 +106,8 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
 
 
 def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels: np.ndarray | None = None) -> Media:
-    """Create :class:`Media` from a uint8 array of pictures (N, H, W, 3) or clips (N, T, H, W, 3), with a caption or a
-    class for each in ``labels``. Raises ValueError for another shape or dtype."""
+    """Create :class:`Media` from uint8 pictures (N, H, W, 3) or clips (N, T, H, W, 3). labels: one caption or class for
+    each. Raises ValueError for another shape or dtype."""
     if pixels.dtype != np.uint8:
         hint = ""
         if pixels.dtype.kind == "f":
@@ -128,7 +128,7 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels
 
 
 def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a file's pixels, and an array with each sample's caption or class, or None if the file has neither."""
+    """Return a file's pixels, and an array of captions or classes, or None if there are none."""
     if path.suffix == ".npy":
         return _loaded(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False), flag), None
     names = npz_names(path, flag)
@@ -186,8 +186,8 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
-    """Open a folder of pictures, or of clips if it has no pictures. In an output folder of sample.py, only files with a
-    single sample are used."""
+    """Open a folder of pictures, or of clips if it has no pictures. In a folder that sample.py wrote, use only files
+    with a single sample."""
     drawn = _drawn(path)
     if drawn:
         files = drawn
@@ -203,7 +203,7 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
 
 
 def _drawn(path: Path) -> list[str]:
-    """Return the files with a single sample that sample.py wrote, but not its sheet; [] if it did not write here."""
+    """Return the single-sample files that sample.py wrote to the folder; [] if there are none."""
     try:
         names = json.loads((path / INDEX).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 8192  # number of feature rows that are converted to float64 at once
-GROUPS = 10  # number of groups in the jackknife
-NORMAL_95 = 1.959964  # the mean +- this number of standard errors contains 95 % of a normal distribution
+ROWS = 8192  # feature rows to convert to float64 at once
+GROUPS = 10  # groups in the jackknife
+NORMAL_95 = 1.959964  # 95 % of a normal distribution are within this many standard deviations of the mean
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and scatter (sum of outer products of the deviations from the mean) of vectors, in float64."""
+    """Count, mean and scatter of vectors, in float64. The scatter sums the deviations' outer products."""
 
     count: int
     mean: Tensor
@@ -53,8 +53,8 @@ class Moments:
         return cls(len(rows), mean, rows.T @ rows)
 
     def merged(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets of vectors, by the formula of Chan, Golub and LeVeque (1979), which is
-        precise even for a large mean."""
+        """Return the moments of both sets of vectors. The formula (Chan, Golub and LeVeque 1979) is precise even for a
+        large mean."""
         total, difference = self.count + other.count, other.mean - self.mean
         between = torch.outer(difference, difference) * (self.count * other.count / total)
         mean = self.mean + difference * (other.count / total)
@@ -68,8 +68,9 @@ class Moments:
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982). The trace of the root is
-    the sum of the singular values of C_a^(1/2) C_b^(1/2), also for covariances without full rank. Raises ValueError if
+    """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
+
+    The root's trace is the sum of singular values of C_a^(1/2) C_b^(1/2), even without full rank. Raises ValueError if
     widths differ or a number is not finite."""
     if a.width != b.width:
         raise ValueError(
@@ -95,11 +96,11 @@ def _distance(a: Gaussian, b: Gaussian, cross: Tensor) -> float:
 
 
 def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS) -> float:
-    """Return the standard error of the Fréchet distance between features and ``reference``, by the delete-a-group
-    jackknife. features: (N, D), or (N, T, D) for the frames of clips, which stay in one group.
+    """Return the standard error of the Fréchet distance between ``features`` and ``reference``, by the delete-a-group
+    jackknife. features: (N, D), or (N, T, D) for clips. A clip's frames stay in one group.
 
-    Samples, which may be sorted by class, are assigned to groups at random, in every call in the same way. The error
-    does not include the bias that is due to finite N."""
+    Samples may be sorted by class, so they are assigned to groups at random, with a fixed seed. The error does not
+    include the bias from a finite N."""
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
     parts = [Moments.of(features[rows].flatten(0, -2)) for rows in order.chunk(groups)]
     root = covariance_root(reference.covariance)
@@ -112,14 +113,15 @@ def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS)
     return float(((groups - 1) / groups * (spread - spread.mean()).square().sum()).sqrt())
 
 
-SPLIT = 5000  # number of samples in a split; the Inception score is a mean over splits (as in ADM)
-SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets (as in torch-fidelity)
+SPLIT = 5000  # samples in a split; the Inception score is a mean over splits, as in ADM
+SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets, as in torch-fidelity
 
 
 def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | None]:
-    """Return the Inception score exp(E_x KL(p(y|x) || p(y))) (Salimans et al. 2016) of logits (N, classes), as the mean
-    over splits of ``split`` consecutive samples (as in ADM), and the standard deviation over splits; None for one
-    split."""
+    """Return the Inception score exp(E_x KL(p(y|x) || p(y))) (Salimans et al. 2016), and its standard deviation.
+
+    logits: (N, classes). The score is the mean over splits of ``split`` consecutive samples, as in ADM. The standard
+    deviation is over splits; None for one split."""
     scores = []
     for part in logits.split(split):
         log_p = part.double().log_softmax(dim=1)
@@ -135,11 +137,11 @@ def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | 
 def kernel_distance(
     samples: Tensor, reference: Tensor, subsets: int = SUBSETS, size: int = SUBSET
 ) -> tuple[float, float]:
-    """Return KID, the unbiased squared maximum mean discrepancy of features (N, D) and (M, D), and its standard
-    deviation.
+    """Return KID and its standard deviation. KID is the unbiased squared maximum mean discrepancy of features (N, D)
+    and (M, D), with the kernel (x.y / D + 1)^3 (Binkowski et al. 2018).
 
-    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Both values are computed over ``subsets`` random subsets of
-    ``size`` samples of each set, which depend only on N, M and ``size``."""
+    Both values are over ``subsets`` random subsets, each with ``size`` samples from either set. The subsets depend only
+    on N, M and ``size``."""
     size = min(size, len(samples), len(reference))
     if size < 2:
         raise ValueError(f"the kernel distance needs at least 2 samples, not {size}")
@@ -156,7 +158,7 @@ def kernel_distance(
 
 
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return the kernel's mean over pairs of different x, plus that over different y, minus twice that over pairs (x,
+    """Return mean k(x, x') + mean k(y, y') - 2 mean k(x, y), over pairs of different x, different y, and all (x,
     y)."""
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
@@ -169,22 +171,22 @@ def _kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 NEIGHBOURS = 3
-BLOCK = 1 << 28  # number of squared distances in memory at once on a GPU: 1 GiB of float32
+BLOCK = 1 << 28  # squared distances in memory at once on a GPU: 1 GiB of float32
 CPU_BLOCK = 1 << 24
 
 
 def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGHBOURS) -> tuple[float, float]:
-    """Return improved precision and recall of features (N, D) against (M, D), as in ADM's evaluator (Kynkäänniemi et
+    """Return improved precision and recall of features (N, D) against (M, D), as ADM's evaluator does (Kynkäänniemi et
     al. 2019).
 
-    A set's manifold is the union of balls around its features, each with the distance to the ``neighbours``-th nearest
-    other feature as radius. Precision is the share of samples in the manifold of the reference; recall is the share of
-    the reference in the manifold of the samples. Distances are float32; ADM's are float16, which changes the third
-    digit. Raises ValueError if a set has ``neighbours`` features or fewer."""
+    Around each feature of a set lies a ball. Its radius is the distance to the ``neighbours``-th nearest other feature.
+    Precision is the share of samples within the reference's balls, recall the share of the reference within the
+    samples' balls. Distances are float32; ADM's float16 changes the third digit. Raises ValueError if a set has
+    ``neighbours`` features or fewer."""
     for features in (samples, reference):
         if len(features) <= neighbours:
             raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
-    # Centre the features: squared distances are computed from products, which are then smaller and lose fewer digits.
+    # Centre the features: distances come from products. Smaller products lose fewer digits.
     centre = reference.mean(dim=0)
     samples, reference = samples.float() - centre, reference.float() - centre
     return (
@@ -198,19 +200,19 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
     found = []
     for first, squares in _squared_distances(features, features):
         rows = torch.arange(len(squares), device=squares.device)
-        squares[rows, first + rows] = 0  # the distance of a feature to itself, which rounding may have made positive
+        squares[rows, first + rows] = 0  # a feature's distance to itself; rounding may have made it positive
         found.append(squares.kthvalue(neighbours + 1, dim=1).values)
     return torch.cat(found)
 
 
 def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
-    """Return (N,) bool: True for each of features (N, D) that lies in a ball around one of ``others``. radii: squared
-    radii of the balls."""
+    """Return (N,) bool: True for each of ``features`` (N, D) that lies in a ball around one of ``others``. radii: the
+    balls' squared radii."""
     return torch.cat([(squares <= radii).any(dim=1) for _, squares in _squared_distances(features, others)])
 
 
 def _squared_distances(features: Tensor, others: Tensor):
-    """Yield (index of the first row, squared distances (rows, M) to ``others``) for blocks of rows of ``features``."""
+    """Yield (first row, squared distances (rows, M) to ``others``) for blocks of rows in ``features``."""
     rows = max(1, (BLOCK if features.device.type == "cuda" else CPU_BLOCK) // len(others))
     norms = others.square().sum(dim=1)
     for first in range(0, len(features), rows):
@@ -220,9 +222,8 @@ def _squared_distances(features: Tensor, others: Tensor):
 
 
 def clip_scores(pictures: Tensor, captions: Tensor) -> Tensor:
-    """Return the CLIP score (N,) of each picture and its caption: 100 max(cos, 0) of their embeddings (Hessel et al.
-    2021, without the factor of 2.5). pictures: (N, D), or (N, T, D) for clips, whose score is the mean over frames.
-    captions: (N, D)."""
+    """Return CLIP scores (N,), 100 max(cos, 0) (Hessel et al. 2021, without the factor 2.5). pictures: embeddings (N,
+    D), or (N, T, D) for clips; a clip's score is the mean over frames. captions: embeddings (N, D)."""
     pictures, captions = F.normalize(pictures.double(), dim=-1), F.normalize(captions.double(), dim=-1)
     if pictures.ndim == 2:
         pictures = pictures[:, None]

@@ -25,8 +25,8 @@ from opendit.parallel.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-EARLIER_ROWS = 12  # maximum number of earlier results that are shown above the new ones
-DRY_RUN_BATCHES = 4  # timed batches per process; an untimed batch comes first, which compiles and records kernels
+EARLIER_ROWS = 12  # maximum number of earlier results above the new ones
+DRY_RUN_BATCHES = 4  # timed batches per process; an untimed first batch compiles and records kernels
 
 
 def run(flags: EvaluateConfig) -> None:
@@ -61,7 +61,7 @@ def evaluate(config: EvaluateConfig) -> list[results.Measurement]:
 
 def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[results.Measurement]:
     """Evaluate every point of a sweep, or the only point. Return the metric values; [] on ranks other than 0 and with
-    --dry_run. All ranks must call this together. started: called once, before samples are drawn or read."""
+    --dry_run. All ranks must call this. started: called once, before samples are drawn or read."""
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
         return _measure(points[0] if flags.samples is None else flags, mesh, started)
@@ -121,7 +121,7 @@ def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> 
 
 
 def _show(output: Path, found: list[results.Measurement]) -> None:
-    """Print a table of the new values, below earlier values of the same metrics."""
+    """Print a table of the new values, below earlier values of these metrics."""
     kinds = {row.metric for row in found}
     rows = [row for row in results.read_results(output / "results.jsonl") if row.metric in kinds]
     new = [results.without_time(row) for row in found]
@@ -131,7 +131,7 @@ def _show(output: Path, found: list[results.Measurement]) -> None:
 
 
 class NoNetwork(Extractor):
-    """Extractor without networks, whose features are zeros. It serves to measure the time of drawing alone."""
+    """Extractor without networks. Its features are zeros, to measure only the time of drawing."""
 
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
         return {"pool": torch.zeros(len(pixels), 1, device=self.device)}
@@ -139,8 +139,8 @@ class NoNetwork(Extractor):
 
 def dry_run(samples: Samples, extractor: Extractor, batch_size: int, gpus: int, mesh: Mesh) -> None:
     """Draw or read a few batches, compute their features, and print the predicted time for all samples. All ranks must
-    call this together. batch_size: of a process. gpus: number of GPUs for the prediction; 0 for those of this run.
-    Raises ValueError if ``gpus`` is not a multiple of the number of GPUs that draw a sample together."""
+    call this. batch_size: of one process. gpus: number of GPUs to predict for; 0 means this run's. Raises ValueError
+    unless ``gpus`` is a multiple of the number of GPUs that share a sample."""
     here = mesh.dp_size
     group = mesh.world_size // here
     if gpus % group:

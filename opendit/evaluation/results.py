@@ -32,13 +32,13 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-# Fields that are compared only if both results have them, because samples from other programs lack them.
+# Fields to compare only if both results have them. Samples from other programs lack these fields.
 OFTEN_UNKNOWN = ("labels", "rounding")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The value of a metric, and all settings that affect it.
+    """A metric's value, and all settings that affect it.
 
     Attributes:
         interval_by: the method that computed the interval (low, high).
@@ -46,12 +46,12 @@ class Measurement:
         samples_sha256: hash of the samples; for weights, hash of the numbers in them.
         features_known: True if the feature network's file is a published one.
         resize, feature_precision: settings of the feature network.
-        sampler, ..., seed, precision, vae: settings with which the samples were drawn; None for samples from files.
+        sampler, ..., seed, precision, vae: settings for drawing the samples; None for samples from files.
         labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
         rounding: the method of rounding pixels to uint8.
-        drawn: all settings that affect the samples, as in the manifest of a sampling job.
+        drawn: all settings that affect the samples, as in a sampling job's manifest.
         truncated: number of captions that CLIP truncates.
-        of_real: value of the metric for real samples: training digits for the Fréchet distance, else held-out digits.
+        of_real: the metric of real samples: training digits for the Fréchet distance, else held-out digits.
     """
 
     metric: str
@@ -127,8 +127,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Format an aligned table. Lines below it say which rows are not comparable with the last row of their metric, and
-    repeat the rows' notes."""
+    """Format an aligned table. Lines below the table list the rows that are not comparable with their metric's last
+    row, and the rows' notes."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"
@@ -175,7 +175,7 @@ def figure_text(value: float) -> str:
 
 
 def digits_line(rows: Sequence[Measurement]) -> str | None:
-    """Summarise in one line the measurements whose features are those of the built-in digits; None without any."""
+    """Summarise measurements with features of the built-in digits in one line; None without such measurements."""
     found = {row.metric: row for row in rows if row.features == DIGITS}
     said = []
     for metric, words in (("accuracy", "named as the digit asked for"), ("direction", "move as asked")):
@@ -191,8 +191,8 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 
 
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
-    """Append measurements that are new to the folder's ``results.jsonl``, and return its path. root: below this folder,
-    no link is followed and missing folders are created."""
+    """Append new measurements to the folder's ``results.jsonl``, and return its path. root: below this folder, no link
+    is followed, and missing folders are created."""
     path = folder / FILE
     refuse_links(folder, [FILE])
     known = [without_time(row) for row in read_results(path)]
@@ -220,8 +220,8 @@ def read_results(path: Path) -> list[Measurement]:
 
 
 def sweep_table(rows: Sequence[Measurement]) -> str:
-    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps. A cell
-    shows the last value if there are several."""
+    """Format a table for each metric, with a line per guidance scale and a column per number of steps. A cell shows the
+    last of several values."""
     parts = []
     for metric in dict.fromkeys(row.metric for row in rows):
         of_metric = [row for row in rows if row.metric == metric]
@@ -250,17 +250,17 @@ def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
 
 # ------------------------------------------------------------------------------------------ plots
 
-LOG, RUN_FOLDER = "log.jsonl", "evaluation"  # a run's log, and its subfolder that may hold results of evaluations
+LOG, RUN_FOLDER = "log.jsonl", "evaluation"  # a run's log, and its subfolder for evaluation results
 ACROSS = 4  # maximum number of panels in a row
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
-STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # they distinguish lines of one run, which have one colour
-SMOOTH = 50  # maximum number of points in the curve of the training loss
+STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # for lines of one run; they have one colour
+SMOOTH = 50  # maximum number of points in a training loss curve
 
 
 @dataclass
 class PlottedRun:
-    """The results of a run's evaluations (``figures``), and from its log (step, training loss), (step, held-out loss),
-    and for the last validation (noise level sigma, held-out loss)."""
+    """A run's evaluation results (``figures``) and losses. loss: (step, training loss). held_out: (step, held-out
+    loss). by_noise: (noise level sigma, held-out loss) in the last validation."""
 
     name: str
     figures: list[Measurement]
@@ -274,8 +274,8 @@ PlotPoint = tuple[float, float, float | None, float | None]  # (x, y, low, high)
 
 @dataclass(frozen=True)
 class PlotLine:
-    """A line of a panel. points: (x, y, low, high), sorted by x, or by guidance scale for precision against recall.
-    words: one text per point, or none. run: all lines of a run have the same colour."""
+    """A line in a panel. points: (x, y, low, high), sorted by x, or by guidance scale for precision against recall.
+    words: a text for each point, or empty. run: lines of one run have one colour."""
 
     name: str
     points: Sequence[PlotPoint]
@@ -298,7 +298,7 @@ class PlotPanel:
 
 def read_run(path: Path) -> PlottedRun:
     """Read a run's folder (log.jsonl, evaluation/results.jsonl), an evaluation's folder, or a results.jsonl. Raises
-    ValueError if ``path`` has neither results of evaluations nor losses."""
+    ValueError if there are neither evaluation results nor losses."""
     folder = path if path.is_dir() else path.parent
     files = [path] if path.is_file() else [folder / FILE, folder / RUN_FOLDER / FILE]
     run = PlottedRun(folder.resolve().name, [row for file in files for row in read_results(file)])
@@ -330,8 +330,8 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """Return the panels for all metrics or the chosen ones, and for the losses, and messages about measurements that
-    are left out because they are not comparable with the last one of their metric."""
+    """Return panels and messages. There are panels for the chosen metrics (all by default) and for the losses.
+    Measurements that are not comparable with their metric's last one are left out, with a message."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []
@@ -379,7 +379,8 @@ def _sampled(row: Measurement) -> str:
 
 
 XValue = Callable[[Measurement], float | None]
-# The x axes of a metric's panels: (title, label, scale, function that returns x, functions whose texts name a line).
+# x axes of a metric's panels: (title, label, scale, function that returns x, functions that return parts of a line's
+# name).
 AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
     ("training", "training step", "linear", _training_step, (_sampled, _guided)),
     ("sampling steps", "sampling steps", "log", lambda row: row.steps, (_at, lambda row: row.sampler or "", _guided)),
@@ -390,8 +391,8 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """Return a line for each combination of model, seed and texts of ``others``. value: returns x; None skips a row. Of
-    several rows with one x, the last is used."""
+    """Return a line for each combination of model, seed and texts of ``others``. value: returns x; None skips a row. If
+    several rows have one x, the last one is used."""
     found: dict[tuple[str, ...], dict[float, Measurement]] = {}
     for row in rows:
         if (x := value(row)) is not None:
@@ -427,7 +428,7 @@ def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
 
 
 def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """Return the rows that are comparable with the last row of their metric, and messages about the other rows."""
+    """Return the rows that are comparable with their metric's last row, and messages about all other rows."""
     last = {row.metric: row for row in rows}
     kept, left_out = [], {}
     for row in rows:
@@ -450,7 +451,7 @@ def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draw runs to the PNG ``output``, with all metrics or the given ones. Return messages about measurements that were
+    """Draw runs to the PNG ``output``, with ``metrics`` (all if empty). Return messages about measurements that were
     left out. Raises ValueError or OSError."""
     runs = [read_run(Path(path).expanduser()) for path in paths]
     names = [run.name for run in runs]
@@ -472,7 +473,7 @@ def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ())
 
 
 def _draw(found: Sequence[PlotPanel], output: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure in memory and needs a display
+    from matplotlib.figure import Figure  # not pyplot: it keeps every figure in memory and needs a display
 
     names = list(dict.fromkeys(line.run for panel in found for line in panel.lines))
     columns = min(ACROSS, len(found))

@@ -1,4 +1,4 @@
-"""Open the samples of an evaluation (files, or drawn from a checkpoint), and the reference to compare them with."""
+"""Open an evaluation's samples, from files or a checkpoint, and the reference to compare them with."""
 
 import contextlib
 import json
@@ -45,11 +45,10 @@ from opendit.sampling.sampling_run import WRITTEN, SamplingRun, announce, choose
 
 logger = logging.getLogger(__name__)
 
-PICTURES, CLIPS = 50_000, 2_048  # default numbers of samples to draw, the usual ones for FID and for FVD
+PICTURES, CLIPS = 50_000, 2_048  # default numbers of samples to draw, as usual for FID and FVD
 FRAMES = 16  # default number of frames to read from a clip in a file
 FIX = "wait for its end, or give another --output"
-# Name of features -> names of their mean and covariance in an .npz. The first two pairs are ADM's names for Inception's
-# features.
+# Features -> names of their mean and covariance in an .npz. The first two pairs are ADM's names for Inception features.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "clip": ("mu_clip", "sigma_clip")}
 SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
 
@@ -62,7 +61,7 @@ class DescribedSamples:
         shape: shape of one sample, (H, W, 3) or (T, H, W, 3).
         captions: one per sample, or None.
         details: fields of :class:`Measurement` that describe the samples.
-        options: options for reading the files of a reference, so that its pixels match the samples.
+        options: options for reading a reference's files, so that the pixels match the samples.
         asked: the digits that the samples should show, or None if unknown.
     """
 
@@ -80,8 +79,8 @@ class DescribedSamples:
 
 @dataclass(frozen=True)
 class Samples(DescribedSamples):
-    """Samples that are ready to be read or drawn. ``extract(extractor, count, folder)`` computes the features of the
-    first ``count`` and caches them in the folder. announce: prints the settings with which samples are drawn."""
+    """Samples that are ready to be read or drawn. ``extract(extractor, count, folder)`` computes features of the first
+    ``count`` samples, and caches them in the folder. announce: prints the settings for drawing."""
 
     extract: Callable[[Extractor, int, Path], Features]
     drawn: bool = False
@@ -90,8 +89,8 @@ class Samples(DescribedSamples):
 
 @contextlib.contextmanager
 def open_samples(flags: EvaluateConfig, mesh: Mesh) -> Iterator[Samples]:
-    """Open and check the samples to evaluate, and lock --output inside the context. All ranks must call this together.
-    Raises ValueError or OSError with a message for the user."""
+    """Open and check the samples to evaluate, and lock --output inside the context. All ranks must call this. Raises
+    ValueError or OSError with a message for the user."""
     if flags.samples is None:
         sampling = load_run(flags.sampling(), mesh, Stages("before"))
         with sampling.lock:
@@ -116,7 +115,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
     with ThreadPoolExecutor(1) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
     details = {"samples": media.name, "samples_sha256": media.sha256}
-    # Without --image_size, crop and resize the reference's pictures to the size of the samples if these are square.
+    # Without --image_size, crop and resize the reference's pictures to the size of the samples if that is square.
     side = shape[-2] if shape[-2] == shape[-3] else None
     options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
     captions = media.captions[: media.count] if media.captions else None
@@ -189,7 +188,7 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
 
 
 def name_of(weights: Path) -> str:
-    """Return RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the last part of the path."""
+    """Return RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the path's last name."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")
@@ -199,8 +198,8 @@ def name_of(weights: Path) -> str:
 
 @dataclass
 class Reference:
-    """Statistics or features of the real pictures or clips that samples are compared with. gaussians: name of the
-    features -> their mean and covariance. features: name -> features (N, ...) of the reference's samples, if known."""
+    """Statistics or features of real pictures or clips, to compare samples with. gaussians: features -> mean and
+    covariance. features: features -> values (N, ...) for the reference's samples, if known."""
 
     name: str
     sha256: str
@@ -209,7 +208,7 @@ class Reference:
     features: dict[str, Tensor] = field(default_factory=dict)
 
     def gaussian(self, name: str, device: torch.device) -> Gaussian | None:
-        """Return the mean and covariance of the features with this name; None without such features."""
+        """Return the mean and covariance of the features ``name``, or None."""
         if name not in self.gaussians and name in self.features:
             rows = self.features[name].flatten(0, -2).to(device)
             self.gaussians[name] = Moments.of(rows).gaussian()
@@ -220,7 +219,7 @@ class Reference:
 def open_reference(
     path: str | os.PathLike[str], extractor: Extractor, options: MediaOptions, output: Path, mesh: Mesh, clips: bool
 ) -> Reference:
-    """Open the reference at a path. All ranks must call this together.
+    """Open a reference. All ranks must call this.
 
     The path is one of:
 
@@ -229,7 +228,7 @@ def open_reference(
     - ADM's statistics, an .npz with mu and sigma; pictures in the file are used for precision, recall and KID;
     - a file that :func:`save_features` wrote.
 
-    Raises ValueError if the reference holds other media than the samples, or features of other networks."""
+    Raises ValueError if the reference holds other media than the samples, or features from other networks."""
     if path == DIGITS:
         return _reference_of(real_digits("test", options if clips else None).media, extractor, output, mesh, {})
     path = Path(path).expanduser()
@@ -254,14 +253,15 @@ def open_reference(
 def _reference_of(
     media: Media, extractor: Extractor, output: Path, mesh: Mesh, gaussians: dict[str, Gaussian]
 ) -> Reference:
-    """Compute the features of ``media``; return a reference with these and ``gaussians``. All ranks must call this."""
+    """Compute the features of ``media``, and return a reference with them and ``gaussians``. All ranks must call
+    this."""
     found = extract_media(media, extractor, output, mesh)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays)
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
-    """Return pictures of a split's built-in digits or, if ``clips`` holds options for reading clips, clips of moving
-    digits. count: see :func:`real_pictures` and :func:`real_clips`."""
+    """Return a split's built-in digits as pictures, or with options ``clips`` as clips of moving digits. count: see
+    :func:`real_pictures` and :func:`real_clips`."""
     if clips is None:
         return real_pictures(split, count)
     return real_clips(split, clip_shape(clips), count)
@@ -308,8 +308,8 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
 
 
 def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:
-    """Write features, their statistics and the networks' settings to an .npz that can be a reference. Other tools can
-    use its statistics mu and sigma. Raises OSError."""
+    """Write features, their statistics and the networks' settings to an .npz, as a reference. Other tools can read mu
+    and sigma. Raises OSError."""
     arrays = {SETTINGS: np.array(json.dumps(settings)), COUNT: np.array(features.count)}
     for name, keys in STATISTICS.items():
         if name in features.arrays:
