@@ -95,7 +95,7 @@ class EMA:
         return sum(shard.numel() * shard.element_size() for shards in self._averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full fp32 tensor) for every parameter of one average. All ranks must iterate together."""
+        """Yield (name, full fp32 tensor) for every parameter of one average. All ranks must iterate."""
         for name, shard in self.averages[which].items():
             yield name, self.engine.layout.gather(name, shard)
 
@@ -106,8 +106,8 @@ class EMA:
 
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
-        """Swap the engine's masters with one average, in place, inside the context. All ranks must enter and leave
-        together. On exit, the swap is undone exactly. Don't train or save inside the context."""
+        """Swap the engine's masters with one average, in place, inside the context. All ranks must enter and leave.
+        On exit, the swap is undone exactly. Don't train or save inside the context."""
         self._exchange(which)
         try:
             yield
@@ -127,11 +127,11 @@ class EMA:
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
         """Replace the weights of ``model`` by one average, cast to the model's dtype, inside the context. All ranks
-        must call this together. Ranks that only help to gather pass None.
+        must call this. Ranks that only help to gather pass None.
 
         On exit, the model gets its previous weights back exactly, from host memory. The device needs memory for one
-        more full parameter. With tensor parallelism, ``model`` is this rank's part. ``model`` may be the training
-        module if every rank holds all weights (``engine.whole``)."""
+        more full parameter. With tensor parallelism, ``model`` is this rank's model. If every rank holds all weights
+        (``engine.whole``), ``model`` may be the training module."""
         own: dict[str, Tensor] = {}
         try:
             for name, full in self.gather(which):
@@ -211,12 +211,11 @@ def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
 
 
 def reconstruct(path: Path, width: float) -> Path:
-    """Compute the power average with this width at a checkpoint, from all averages that the run had stored by then.
-    Write it to the run's folder ``averages``, unless a file exists already.
+    """Compute a checkpoint's power average with another width, from all averages that the run had stored by then.
 
-    path: a run's or checkpoint's folder. Return the weights file, or the index of several files. Raises ValueError if
-    the checkpoint has no power averages or one is damaged, and OSError if no weights are found or the file can't be
-    written."""
+    path: a run's or checkpoint's folder. The result is a file in the run's folder ``averages``. An existing result is
+    used again. Return the file, or the index of several files. Raises ValueError if the checkpoint has no power
+    averages, or one is damaged. Raises OSError if no weights are found, or the file can't be written."""
     stored = find_weights(path, AVERAGE_SET)
     folder, state = stored.parent, _state(stored)
     if (steps := state.get("snapshots")) is None:

@@ -50,11 +50,11 @@ LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
     """Read a .pt file. Return its state dict, and the number of classes or None. In Meta's training checkpoints, the
-    state dict is ``ema``, beside ``model``, ``opt`` and ``args``. Tensors are on the CPU. In the zip format, they stay
-    in the file until they are used.
+    state dict is ``ema``, beside ``model``, ``opt`` and ``args``. Tensors are on the CPU. In the zip format, unused
+    tensors are not read.
 
-    Raises ValueError with one line and the path if the file is missing or damaged, would run code, unpacks to more than
-    its size, or holds anything but floating-point tensors by name."""
+    Raises ValueError with the path if the file is missing or damaged, would run code, or is larger unpacked. The file
+    must hold only floating-point tensors, each with a name."""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
     size = path.stat().st_size
@@ -382,8 +382,8 @@ def open_published(folder: str | Path, families: Mapping[str, Family] | None = N
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder that must contain all files of a model. In the Hugging Face cache, this is the repository's
-    folder, because files are links to its ``blobs``. Elsewhere it is ``folder``."""
+    """Return the folder that must contain all files of a model. This is ``folder``. In the Hugging Face cache, it
+    is the repository's folder, because the files are links to ``blobs`` in there."""
     snapshot = snapshot_of(folder)
     return folder.resolve() if snapshot is None else snapshot[0].parent.parent
 

@@ -50,9 +50,9 @@ class Checkpoint:
 
     folder: Path  # the checkpoint's folder, without symbolic links
     state: dict[str, Any]  # the content of state.json
-    files: list[str]  # all files in the manifest; they are verified
-    damaged: tuple[str, ...] = ()  # a message for each newer checkpoint that is damaged and was skipped
-    run: Path | None = None  # the run's folder, if it may be written to (see ``run_of``)
+    files: list[str]  # all files in the manifest, verified
+    damaged: tuple[str, ...] = ()  # a message for each newer, damaged checkpoint
+    run: Path | None = None  # the run's folder, if writing is allowed (see ``run_of``)
 
     @property
     def model(self) -> Path:
@@ -173,12 +173,12 @@ def _another_version(folder: Path) -> str | None:
 
 
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
-    """Load a checkpoint into the engine and the averages. All ranks must call this. Each rank reads only its slices,
-    for any plugin and number of ranks in the saved run. An average with a new decay starts from the checkpoint's first
-    average.
+    """Load a checkpoint into the engine and the averages. All ranks must call this. Each rank reads only its slices.
+    The saved run may have had another plugin or number of ranks. An average with a new decay starts from the
+    checkpoint's first average.
 
-    Raises on every rank: Unloadable if a tensor is missing, FloatingPointError if a tensor is not finite, OSError if a
-    file can't be read."""
+    Raises on every rank: Unloadable for missing tensors, FloatingPointError for tensors that are not finite, and
+    OSError for unreadable files."""
     state = checkpoint.state
     with contextlib.ExitStack() as stack:
 
@@ -207,7 +207,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             except ValueError as error:
                 raise Unloadable(f"--load: {error}; load another checkpoint") from error
 
-        # ``together`` raises one rank's error on all ranks, so that no rank continues alone.
+        # If one rank fails, this raises the error on all ranks.
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
     ema.snapshots = list(state["ema"].get("snapshots", []))

@@ -1,8 +1,7 @@
 """Read LoRA's low-rank products B A from OpenDiT runs and other programs' files, rename them, and add them to weights.
 
-Programs divide the same weights into layers differently: q, k and v are one layer in OpenDiT and in the authors' names,
-but three in diffusers. So a product records its rows and columns in the weight. Renaming moves the rows and columns to
-another weight."""
+Programs divide weights into layers differently: q, k and v are one layer in OpenDiT and in the authors' names, but
+three in diffusers. So a product records its rows and columns in the weight, and renaming can move them."""
 
 import json
 import re
@@ -67,7 +66,7 @@ class PlacedLowRank:
 
     def within(self, dim: int, start: int, stop: int) -> "PlacedLowRank | None":
         """Return the product within a range of rows (dim 0) or columns (dim 1), relative to ``start``; None if there is
-        no overlap. A factor that is not cut stays the same object."""
+        no overlap. A factor that is not cut is not copied."""
         at, size = (self.row, len(self.b)) if dim == 0 else (self.column, self.a.shape[1])
         first, last = max(at, start), min(at + size, stop)
         if first >= last:
@@ -83,8 +82,8 @@ Products = dict[str, list[PlacedLowRank]]  # weight's name -> products to add
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
-    """Convert products for the weights ``here`` (name -> shape) to products for ``there``, the same weights in another
-    layout. pairs: (names here, names there, dimension along which the concatenated weights are equal)."""
+    """Convert products for the weights ``here`` (name -> shape) to products for ``there``, another layout of these
+    weights. pairs: (names here, names there, dimension along which the concatenated weights are equal)."""
     found: Products = {}
     for ours, theirs, dim in pairs:
         starts = accumulate((here[name][dim] for name in ours), initial=0)
@@ -104,7 +103,7 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
     """Return A (rank, columns) and B (rows, rank). B A is the sum of ``products`` for one weight of this shape.
-    Products with the same A at the same columns share rows of A. scaled: multiply B by the scales."""
+    Products with one A at one column share rows of A. scaled: multiply B by the scales."""
     starts: dict[tuple[int, int], int] = {}
     rank = 0
     for product in products:
@@ -217,12 +216,12 @@ def of_file(
 ) -> Products:
     """Return the products of a LoRA file for the public model ``opened``, times ``weight``, by OpenDiT's names.
 
-    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. Without keys for alpha, alpha comes from
-    the metadata or from peft's configuration file, or is the rank. Keys of text encoders are ignored with a message in
-    ``notes``. They are errors if ``notes`` is None or there are no other keys.
+    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. If it has no alpha, alpha comes
+    from the metadata or from peft's configuration file, or is the rank. Keys of text encoders are ignored with a
+    message in ``notes``. They are errors if ``notes`` is None or there are no other keys.
 
-    Raises ValueError if the file is no LoRA file, a key belongs to no layer, a matrix lacks its counterpart or has the
-    wrong shape, or a layer occurs twice."""
+    Raises ValueError for any other file. Each key must belong to a layer, and each layer must have A and B once, with
+    the right shapes."""
     published: Shapes = opened.files.shapes
     layers = {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in published}
     layers |= original_layers(opened.family, published)

@@ -65,7 +65,7 @@ class Reading:
         return math.prod(self.shape)
 
     def view(self) -> Tensor | None:
-        """Return a view of a stored tensor if it holds the shard as one run in the same dtype; else None."""
+        """Return a view of a stored tensor if it holds the shard as one run in the wanted dtype; else None."""
         if not self.numel or len(self._runs.start) != 1:
             return None
         for tensor, runs in self._stored:
@@ -207,8 +207,8 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if tensors of these shapes can have the same elements in the same order: with equal first dimensions
-    (a convolution's weight and its matrix), or if only dimensions of size 1 differ."""
+    """Return True if one shape is a reshaping of the other that keeps the first dimension (a convolution's weight and
+    its matrix) or changes only dimensions of size 1."""
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]

@@ -44,9 +44,10 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
     folder of a public model, DiTPipeline or peft's LoRA.
 
     Return a .safetensors or .pt file, an index of several files, or a folder's model_index.json or config.json. If a
-    checkpoint lacks its weights file, return the missing file's path; :func:`read_weights` reports the loss. Raises
-    FileNotFoundError if there are no weights, and ValueError if the path is a link ``latest`` or ``best`` to anything
-    but a checkpoint beside it."""
+    checkpoint lacks its weights file, return the missing file's path; :func:`read_weights` reports the loss.
+
+    Raises FileNotFoundError without weights, and ValueError for a model that is not supported, or if ``latest`` or
+    ``best`` names no checkpoint."""
     path = named_checkpoint(Path(path))
     if path.is_file():
         return path
@@ -81,7 +82,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Return an error message if ``folder`` is a link to anything but a checkpoint beside it, else None."""
+    """Return an error message if ``folder`` is a link that names no checkpoint, else None."""
     try:
         named_checkpoint(folder)
     except ValueError as error:
@@ -152,9 +153,9 @@ def read_config(path: Path) -> DiTConfig | None:
 
 
 def read_weights(path: Path) -> Weights:
-    """Read the weights of a file or an index, and verify them if they belong to a checkpoint. Tensors stay in
-    safetensors files until they are used. Raises ValueError if a file is damaged or has no state dict, or weights are
-    not finite or do not match the model in the metadata."""
+    """Read the weights of a file or an index. Verify checkpoints' weights. Tensors in safetensors files are read when
+    they are used. Raises ValueError if a file is damaged or has no state dict, if weights are not finite, or if they do
+    not match the model in the metadata."""
     return _use_intact(path, ControlGroup(ALONE), lambda weights: weights)
 
 
@@ -334,8 +335,8 @@ def load_pretrained(
         name: the model's name; needed if the file does not have it.
         which: a checkpoint's set of weights, such as "ema".
         lora: (checkpoint of a --lora run, factor) to merge into the weights of ``path``. For a public model, other
-            programs' LoRA files also work. Classes, size and objective come from the first run, or from a run that
-            trained whole layers.
+            programs' LoRA files also work. Classes, size and objective come from the first run, or from a run with
+            fully trained layers.
         num_classes: number of classes, for a file that does not have it (see :func:`infer_config`).
         notes: list to which messages for the user are added.
         stage: returns the context manager for a named stage of the work.
@@ -419,7 +420,7 @@ def _with_lora(
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
     """Build the model of ``base`` and merge ``added``, (LoRA, factor) pairs. Return the model and the weights of the
-    first LoRA run, or of a run that trained whole layers; ``base`` if all LoRAs are files of other programs."""
+    first LoRA run, or of a run with fully trained layers; ``base`` if there is no run."""
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}

@@ -27,7 +27,7 @@ from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
 LOW = "low"  # folder of the low-noise network in a run of --expert both; it also has a folder ``checkpoints``
-AVERAGES = "averages"  # folder for power averages: reconstructed ones, and those of deleted checkpoints
+AVERAGES = "averages"  # folder for reconstructed power averages, and for deleted checkpoints' averages
 ENDED = "ended.json"  # describes how the run ended; see opendit/training/interrupt.py
 _MOST_NAME = 255  # maximum size of the file ``latest``, in bytes
 # Names that a run and its loggers write in the run's folder, besides the lock.
@@ -246,8 +246,8 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"
 # seconds between updates of the lock's time stamp; the updates show other machines that the owner is alive
 HEARTBEAT_S = 10.0
-PATIENCE_S = 45.0  # seconds without an update after which another machine's lock is taken over
-EMPTY_S = 2.0  # maximum wait in seconds for an owner to write its name into a new lock
+PATIENCE_S = 45.0  # another machine's lock can be replaced after this many seconds without an update
+EMPTY_S = 2.0  # maximum seconds to wait for an owner's name in a new lock
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
@@ -260,9 +260,9 @@ class FolderLock:
     """A lock on a folder until :meth:`release` or the end of this process. Usable as a context manager.
 
     The file ``.lock`` names the owner. On the owner's machine, flock shows whether the owner is alive. For other
-    machines, and on file systems without flock, the owner touches the file regularly; without touches, the lock is
-    taken over. If no lock file can be written, nothing is locked. ``note`` tells the user about a takeover or a missing
-    lock; else it is None.
+    machines, and on file systems without flock, the owner touches the file regularly. A lock without recent touches can
+    be replaced. If no lock file can be written, nothing is locked. ``note`` is a message for the user about a replaced
+    or missing lock, else None.
 
     flag, fix: for messages, the flag that named the folder, and advice. Raises Locked if another process holds the
     lock, and LinkRefused if the lock file is a symbolic link."""

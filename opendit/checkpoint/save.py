@@ -44,7 +44,7 @@ OPTIMIZER = "optimizer"
 
 
 def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (set, parameter, this rank's shard) for masters, averages and moments, in the same order on all ranks."""
+    """Yield (set, parameter, this rank's shard) for masters, averages and moments, in one order on all ranks."""
     averages = tensor_set.average_sets(ema.decays)
     for name in engine.shapes:
         yield tensor_set.MODEL_SET, name, engine.master(name)
@@ -190,7 +190,7 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 class ShardFiles:
     """Copies and writes one rank's files for a sharded checkpoint. version: the version in state.json. averages: each
-    average's index file. channel: with it, the ranks tell each other what they write. Raises ValueError, on every rank,
+    average's index file. channel: for an exchange between ranks in the constructor. Raises ValueError, on every rank,
     unless each element of each parameter is written exactly once."""
 
     version = 3
@@ -204,7 +204,7 @@ class ShardFiles:
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
         moments = {name: engine.moments_of(name) for name in engine.shapes}
-        # Gather these, because in a pipeline a rank knows only the parameters in its stages.
+        # With a pipeline, a rank knows only the parameters in its stages.
         everywhere = channel.gather((shapes, moments, buffers))
         self._trained, self._moments, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []
@@ -281,8 +281,8 @@ def _replaced(final: Path) -> Path:
 
 
 def put_in_place(final: Path) -> OSError | None:
-    """Rename a complete checkpoint to its final name, then point ``latest`` to it. A complete checkpoint exists at
-    every moment. Return the error if ``latest`` can't be set, else None. Raises OSError if the renaming fails."""
+    """Rename a complete checkpoint to its final name, then set ``latest``. A complete checkpoint exists at every
+    moment. Return the error if ``latest`` can't be set, else None. Raises OSError if the renaming fails."""
     run = final.parent.parent
     if os.path.lexists(final):  # a checkpoint from before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
@@ -299,8 +299,8 @@ def put_in_place(final: Path) -> OSError | None:
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Remove folders that a killed save or deletion left behind. If a save was killed before its checkpoint had the
-    final name, the replaced checkpoint gets this name back. Return the new path of checkpoint ``in_use``. Call on one
+    """Remove folders that a killed save or deletion left behind. If a save was killed while replacing a checkpoint, the
+    old checkpoint gets its name back. Return the new path of checkpoint ``in_use``. Call on one
     rank, while no save is in progress."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
@@ -388,7 +388,7 @@ class BestCheckpoint:
 
 
 class Checkpoints:
-    """Saves a run's checkpoints, one at a time. All ranks must construct and call the object together.
+    """Saves a run's checkpoints, one at a time. All ranks must construct and call the object.
 
     On exit, this context manager waits for the write in progress and frees the host memory. After an error, it waits
     at most ``CLOSING`` seconds; the previous checkpoint then stays the newest.
@@ -400,8 +400,8 @@ class Checkpoints:
         sharded: True if every rank writes shards, False for whole tensors.
         enabled: False for a run that saves nothing. No host memory is then allocated.
         write_failures: counter of failures to set ``latest`` and ``best``. Such failures do not harm checkpoints.
-        before: the ``Checkpoints`` of the run's other network; this object saves that network too. At every step, the
-            other network's checkpoint is written first and deleted last.
+        before: the ``Checkpoints`` of the run's second network; this object saves that network too. At every step,
+            the second network's checkpoint is written first and deleted last.
 
     Attributes:
         failures: a message for every failed save, on every rank.

@@ -1,7 +1,7 @@
 """Check the contents of run and checkpoint files before memory is allocated or a model is built.
 
 The pydantic models for settings of networks and objectives are derived from dataclasses. Keys that no version of
-OpenDiT has written are refused. Importing this module is slow, so import it only where a file is read."""
+OpenDiT has written are refused. The import of this module is slow, so other modules import it when they read a file."""
 
 import dataclasses
 import functools

@@ -3,7 +3,7 @@
     step_0000100/
       model.safetensors        fp32 master weights and buffers, the configuration in the metadata
       ema.safetensors          the moving average in this form; ema_DECAY.safetensors for further averages
-      optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME of the parameters that rank RRR wrote
+      optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME, written by rank RRR
       state.json, manifest.json  counters and settings of the run; size and SHA-256 of every other file
 
 In a sharded checkpoint each set SET (model, ema, ema_DECAY, exp_avg, exp_avg_sq) has the files
@@ -53,8 +53,8 @@ from opendit.models.zoo import Shapes, model_shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
 INDEX_VERSION = 1
-MOST_BYTES = 50 * 10**9  # maximum bytes of a weights file, as in transformers' save_pretrained since version 5
-SHARD_OF = "shard_of"  # key in the metadata of a file of shards
+MOST_BYTES = 50 * 10**9  # maximum bytes per weights file, as in transformers since version 5
+SHARD_OF = "shard_of"  # metadata key in shard files
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -307,7 +307,7 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Return False if the bounds show that two sets of runs share no element, True if they may share one."""
+    """Compare bounds. Return False if two sets of runs have no element in common, True if this is unclear."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
@@ -412,7 +412,7 @@ def write_weights(
     """Write weights as one .safetensors file. Above ``most_bytes``, write several files with an index, as transformers
     and diffusers do: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json.
 
-    Tensors are read one at a time. Each file has the metadata. STEM's files in the other form are removed. Return the
+    Tensors are read one at a time. Each file has the metadata. Old files named STEM are removed. Return the
     written files, first the single file or the index. Raises OSError."""
     kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
@@ -613,7 +613,7 @@ def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection
 
 
 def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:
-    """Return the newest earlier checkpoint of the same run for which ``problem`` returns None; None if none exists."""
+    """Return the run's newest earlier checkpoint for which ``problem`` returns None; None if none exists."""
     try:
         folder = named_checkpoint(folder).resolve()
     except ValueError:

@@ -110,7 +110,7 @@ class Background(Generic[T]):
 
 
 def process_seconds() -> float:
-    """Return this process's age in seconds, or if it is unknown the time since the import of this module."""
+    """Return this process's age in seconds; if unknown, the time since this module was imported."""
     try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             began = float(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
