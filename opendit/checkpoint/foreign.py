@@ -382,8 +382,8 @@ def open_published(folder: str | Path, families: Mapping[str, Family] | None = N
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder that must contain all files of a model. This is ``folder``. In the Hugging Face cache, it
-    is the repository's folder, because the files are links to ``blobs`` in there."""
+    """Return the folder that must contain all files of a model: ``folder``, or in the Hugging Face cache the
+    repository's folder. Files in the cache are links to the repository's ``blobs``."""
     snapshot = snapshot_of(folder)
     return folder.resolve() if snapshot is None else snapshot[0].parent.parent
 

@@ -177,9 +177,8 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def low_noise_of(path: str | Path) -> Path | None:
-    """Return the low-noise network's checkpoint that was saved with a checkpoint of the high-noise network; it may be
-    missing. None unless the run trains both networks (``--expert both``). path: a run, a checkpoint, or a file in
-    it."""
+    """Return the low-noise network's checkpoint that belongs to the high-noise network's. It may be missing. None
+    unless the run trains both networks (``--expert both``). path: a run, a checkpoint, or a file in it."""
     path = Path(path)
     path = path.parent if path.is_file() else path
     for run in (path, path.parent.parent):

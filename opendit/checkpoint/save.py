@@ -300,8 +300,8 @@ def put_in_place(final: Path) -> OSError | None:
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
     """Remove folders that a killed save or deletion left behind. If a save was killed while replacing a checkpoint, the
-    old checkpoint gets its name back. Return the new path of checkpoint ``in_use``. Call on one
-    rank, while no save is in progress."""
+    old checkpoint gets its name back. Return the new path of checkpoint ``in_use``. Call on one rank, while no save is
+    in progress."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
@@ -345,7 +345,7 @@ def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
 
 class BestCheckpoint:
     """Points the link ``checkpoints/best`` to the checkpoint with the best value of one metric. Use on one rank only.
-    Only values with one kind of measurement on one set of samples are compared.
+    Values that were measured differently, or on other samples, are ignored.
 
     Args:
         name: a key of ``BEST``.

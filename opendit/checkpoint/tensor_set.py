@@ -412,8 +412,8 @@ def write_weights(
     """Write weights as one .safetensors file. Above ``most_bytes``, write several files with an index, as transformers
     and diffusers do: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json.
 
-    Tensors are read one at a time. Each file has the metadata. Old files named STEM are removed. Return the
-    written files, first the single file or the index. Raises OSError."""
+    Tensors are read one at a time. Each file has the metadata. Old files of STEM are removed. Return the written
+    files, first the single file or the index. Raises OSError."""
     kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
     stem = output.name.removesuffix(WHOLE)

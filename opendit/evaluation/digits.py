@@ -28,7 +28,7 @@ COPY_QUANTILE = 0.01  # a sample is a copy if its distance to a training digit i
 # Constants of moving digits:
 FILE_FRAMES, FILE_SIZE = 48, 64  # frames, and side in pixels, of the demo's clips
 HELD_OUT = 400  # number of clips, made from the 359 held-out digits
-# Features contain this many points of the path, and their positions in frame widths times this factor.
+# Features contain PLACES points (x, y) of the path, in frame widths times PATH_SCALE.
 PLACES, PATH_SCALE = 4, 10.0
 SEEDS = {"train": 1, "test": 2}
 
@@ -271,8 +271,8 @@ def centres(clips: Tensor) -> Tensor:
 
 
 def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
-    """Return the digit in each clip, (B, 1, 8, 8) in -1..1. clips: (B, T, H, W) in 0..1. path: centres of mass (B, T,
-    2). Frames are shifted so that the centre is in the middle, and averaged."""
+    """Return each clip's digit, (B, 1, 8, 8) in -1..1. clips: (B, T, H, W) in 0..1. path: centres of mass, (B, T, 2).
+    Frames are shifted so that the centre is in the middle, and averaged."""
     height, width = clips.shape[2:]
     half = max(1, int(width * 0.4))
     padded = F.pad(clips, (half, half, half, half))

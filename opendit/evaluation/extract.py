@@ -1,7 +1,7 @@
 """Compute features of samples with one or more networks, divided between ranks, with a cache on disk.
 
-Only features are written, to OUTPUT/features/HASH. HASH covers every setting that affects them. They are used again
-after a kill, or by another evaluation of these samples."""
+Only features are written, to OUTPUT/features/HASH. HASH covers every setting that affects the features.
+Stored features are used again after a kill, or by another evaluation of these samples."""
 
 import logging
 import math
@@ -102,8 +102,7 @@ class Extractor:
 
 
 def motion_score(clips: Tensor) -> Tensor:
-    """Return the mean absolute difference between consecutive frames, (B,) in 0..255, of uint8 clips (B, T, H, W,
-    3)."""
+    """Return the mean absolute difference between consecutive frames, (B,). clips: uint8 (B, T, H, W, 3)."""
     if clips.shape[1] < 2:
         return torch.zeros(len(clips), device=clips.device)
     frames = clips.float()

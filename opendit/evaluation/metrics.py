@@ -158,8 +158,7 @@ def kernel_distance(
 
 
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return mean k(x, x') + mean k(y, y') - 2 mean k(x, y), over pairs of different x, different y, and all (x,
-    y)."""
+    """Return mean k(x, x') + mean k(y, y') - 2 mean k(x, y). x' is another row than x, and y' another row than y."""
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
     within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (n * (n - 1))
