@@ -160,7 +160,7 @@ BLOCKS = "blocks"  # value of --offload: keep all blocks, or N of them (blocks:N
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # types with a separate attention kernel, for some of the keys at a time
+OWN_ATTENTION = ("ring", "usp")  # types with an attention kernel for one part of the keys at a time
 AXIAL = "axial"  # type for models without attention to all tokens (opendit/parallel/sequence/axial.py)
 
 
@@ -237,8 +237,8 @@ BEST = {
     "direction": False,
 }
 CHECKPOINT_FORMATS = ("auto", "whole", "sharded")
-# File that identifies stored weights, by its suffix: one file with all tensors; the index of shards written by ranks;
-# the index of several files written by ``transformers`` or ``diffusers``.
+# Suffixes of the file that identifies stored weights: a file with all tensors, an index of ranks' shards, or an index of
+# several files as in ``transformers`` and ``diffusers``.
 WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 
 

@@ -256,7 +256,7 @@ def check_expert_parallel_size(
 def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
     """Parse --offload. Return (optimizer state and averages in host memory, as in OFFLOAD; number of blocks there).
 
-    10**6 means all blocks. Trained blocks take their state along; ``frozen`` blocks (--lora) have none.
+    10**6 means all blocks. Trained blocks are kept with their state; ``frozen`` blocks (--lora) have none.
     """
     blocks, _, count = text.partition(":")
     return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)

@@ -46,8 +46,7 @@ LARGE = (
 # the scaled latents of Stable Diffusion have a standard deviation of about 1
 EDM = "--objective edm --edm_sigma_data 1"
 FLOW = "--objective flow --flow_times logit_normal"
-# Settings on which papers about faster training agree (docs/better_training.md). Muon does not change the learning
-# rate.
+# Settings on which papers about faster training agree (docs/better_training.md). Learning rates do not depend on Muon.
 SPEEDRUN = (
     f"--norm rms --mlp swiglu --positions rope --qk_norm {FLOW} --flow_contrast 0.05 --optimizer muon --random_flip "
     f"--label_drop 0.1 --enable_cuda_graph {FAST}"
