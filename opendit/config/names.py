@@ -237,8 +237,8 @@ BEST = {
     "direction": False,
 }
 CHECKPOINT_FORMATS = ("auto", "whole", "sharded")
-# Suffixes of the file that identifies stored weights: a file with all tensors, an index of ranks' shards, or an index of
-# several files as in ``transformers`` and ``diffusers``.
+# Suffixes of the file that identifies stored weights: a file with all tensors, an index of ranks' shards, or an index
+# of several files as in ``transformers`` and ``diffusers``.
 WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 
 
