@@ -332,8 +332,8 @@ def decode_frames(
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True if no other reader is tried after this error: BadSample and MemoryError. libav's memory errors don't
-    count, because damaged files declare absurd sizes."""
+    """Return True if no other reader is tried after ``error``. This holds for BadSample and MemoryError, but not for
+    libav's memory errors, because damaged files declare absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
