@@ -24,7 +24,10 @@ DEMO = (
     "--vae none --max_steps {steps} --lr 3e-3 --warmup_steps 100 --lr_schedule cosine --mixed_precision fp32 "
     "--ema_decay 0.998 --num_workers 0 --log_every 50 --ckpt_every 1000"
 )
-NOT_OF_MOCK = r" --(global_batch_size|frame_interval|random_flip|ckpt_\w+|sample_\w+|warmup_steps)( [^-]\S*)?(?= )"
+NOT_OF_MOCK = (
+    r" --(data_path|max_steps|log_every|global_batch_size|frame_interval|random_flip|ckpt_\w+|sample_\w+|warmup_steps)"
+    r"( [^-]\S*)?(?= )"
+)
 MOCK = "--data_path mock --max_steps 50 --log_every 5 --sample_every 0 --no_save"
 
 # Stages of text-to-clip training. With patch 1x2x2, 32 latent frames are 8,192 tokens at 256 px, and 73,728 at 768 px.

@@ -91,6 +91,8 @@ def _writes(call: ast.Call, safe: set[str], given: set[str]) -> bool:
     name, of = _name(call), call.func.value if isinstance(call.func, ast.Attribute) else None
     if isinstance(call.func, ast.Name) and name in safe:
         return False
+    if isinstance(of, ast.Name) and of.id == "safe_files":
+        return False
     dotted = ast.unparse(call.func) if name in LAST_WORDS else ""  # which takes long
     to = call.args[1:2] if dotted == "torch.save" else call.args[:1]
     if (to and _is_given(to[0], given)) or (of is not None and _is_given(of, given)):
@@ -141,7 +143,14 @@ def test_what_writes_is_seen(line):
 
 @pytest.mark.parametrize(
     "line",
-    ["open(path)", 'open(path, "rb")', 'text.replace("a", "b")', "replace(flags, lr=1)", "os.open(p, os.O_RDONLY)"],
+    [
+        "open(path)",
+        'open(path, "rb")',
+        "safe_files.rename(a, b)",
+        'text.replace("a", "b")',
+        "replace(flags, lr=1)",
+        "os.open(p, os.O_RDONLY)",
+    ],
 )
 def test_what_reads_is_not(line):
     assert not writes(line)

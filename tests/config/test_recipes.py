@@ -55,6 +55,12 @@ def test_every_recipe_is_a_run_that_can_be(name, capsys):
     assert tokens == {"_256p_joint": 8192, "_768p": 73728}.get(re.search("(_256p_joint|_768p|)$", name)[1], tokens)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_has_a_flag_twice(name):
+    flags = [word for word in RECIPES[name].flags.split() if word.startswith("--")]
+    assert len(flags) == len(set(flags))
+
+
 def test_a_recipe_for_a_public_model_takes_the_folder_s(tmp_path, capsys):
     folder = write_pipeline(tmp_path / "wan", "wan")
     shown = dry_run(["4", "--recipe", "mock_wan_14b_finetune", "--pretrained", str(folder)], capsys)
