@@ -233,7 +233,7 @@ def reconstruct(path: Path, width: float) -> Path:
     factors = coefficients([profile for profile, _ in found], Profile(state["updates"], width))
     read = [read_weights(file) for _, file in found]
     make_folder(run / AVERAGES, root=run)
-    # The last snapshot belongs to the checkpoint, and has the right configuration.
+    # The last snapshot has the configuration of the checkpoint for which the average is computed.
     total = _Sum([weights.state for weights in read], factors.tolist())
     metadata = {"format": "pt", METADATA_KEY: json.dumps(read[-1].info)}
     return write_weights(output, total, metadata)[0]

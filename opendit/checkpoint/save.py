@@ -1,8 +1,9 @@
 """Save a run. Training waits only for the copy to host memory; a background thread writes the files.
 
 With ``WholeTensorFiles``, one rank gathers and writes each file. All ranks' buffers hold (3 + averages) x 4 bytes x
-parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles``, every rank writes its shards; ranks with equal
-shards divide them. A checkpoint's folder gets its final name when all files are on the disk."""
+parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles``, every rank writes shards. Ranks that hold copies
+of the same shards each write a part of them. A checkpoint's folder gets its final name when all files are on the
+disk."""
 
 import contextlib
 import json

@@ -554,8 +554,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def file_size(path: Path, root: Path) -> int:
-    """Return the bytes of a regular file inside ``root``. Raises ValueError with the path if the file is missing, links
-    out of ``root``, or is a FIFO or device: opening one could block."""
+    """Return the size in bytes of a regular file inside ``root``. Raises ValueError with the path if the file is
+    missing, links out of ``root``, or is a FIFO or device: opening one could block."""
     try:
         real = path.resolve(strict=True)
         found = os.stat(real)

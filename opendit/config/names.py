@@ -27,8 +27,8 @@ SHIFT: Bounds = between(0.01, 100, "factor")
 
 @dataclass(frozen=True)
 class ObjectiveDescription:
-    """Description of an objective. predicts: the network's output. sampler: the default sampler. settings: field of the
-    objective -> its flag."""
+    """Description of an objective. predicts: the network's output. sampler: the default sampler. settings: the flag for
+    each field of the objective that a flag sets."""
 
     predicts: str
     sampler: str

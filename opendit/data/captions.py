@@ -21,7 +21,7 @@ MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
-MOST_MISSING = 40  # longer captions are not looked up in ``MISSING``
+MOST_MISSING = 40  # captions of more characters are not looked up in ``MISSING``
 AT_ONCE = 1024  # maximum captions per call of a ``Measure``
 MOST_TOKENIZED = 10_000  # maximum captions tokenized before training starts; takes one or two seconds
 

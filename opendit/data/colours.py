@@ -399,7 +399,8 @@ def _inside(data: bytes, wanted: bytes, at: int, last: int) -> Iterator[tuple[in
         if at + 8 > last:
             return
         length, kind = struct.unpack_from(">I4s", data, at)
-        if length < 8:  # not supported: 1, a 64-bit length follows; 0, the box ends with the file
+        # 1 stands for a 64-bit length that follows, 0 for a box that ends with the file. Neither is supported.
+        if length < 8:
             return
         if kind == wanted:
             yield at + 8, min(at + length, last)

@@ -200,7 +200,8 @@ def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
         return int(runs.sum(dtype=np.uint64))
     if kind == b"trun":
         flags = _NUMBER.unpack_from(data, begin)[0]
-        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # bits: each sample has duration, size, flags, offset
+        # Bits 8 to 11 tell whether a sample has a duration, a size, flags and an offset.
+        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))
         _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
         return number
     _check(kind, 12, size)

@@ -89,7 +89,7 @@ def is_metadataset(content: Any) -> bool:
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """Read the first of ``splits`` that a metadataset has. Return (meaning of ``Leaf.share``, leaves). Raises OSError,
+    """Read the first of ``splits`` that a metadataset has. Return (what ``Leaf.share`` means, leaves). Raises OSError,
     or ValueError beginning with ``shown`` (NoSuchSplit if no split exists)."""
     return _Reader(shown).file(path, splits)
 

@@ -77,7 +77,7 @@ def find_known(path: Path) -> tuple[KnownSet, Path] | None:
     found = []
     for known in KNOWN:
         parts = Path(known.folder).parts
-        # ``path`` may be the root, or end with the first ``walked`` names of ``known.folder``.
+        # ``path`` may be the root, or any folder on the way from the root to the data set's folder.
         for walked in range(len(parts) + 1):
             if path.resolve().parts[-walked:] == parts[:walked] or walked == 0:
                 folder = (path.resolve() if walked else path).joinpath(*parts[walked:])

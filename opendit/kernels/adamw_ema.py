@@ -191,11 +191,12 @@ def _update_kernel(
     BLOCK: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, MIXED: tl.constexpr,
     DIRECTED: tl.constexpr,
 ):  # fmt: skip
-    """Update moments, masters, averages and working weights of block ``first`` + program, unless scalars[0] is 0.
+    """Update moments, masters, averages and working weights of one block: number ``first`` + program id. Do nothing if
+    scalars[0] is 0.
 
     First moments are ``shift`` bytes after their addresses in the table, second moments ``shift`` + ``stride`` bytes.
-    MIXED: some tensors have no second moments. A MIXED launch updates only these if DIRECTED, otherwise only the rest.
-    One kernel for both would spill registers.
+    MIXED: some tensors have no second moments. With DIRECTED the launch updates only such tensors, without it only the
+    other tensors. One kernel for both would spill registers.
     """
     block = first + tl.program_id(0)
     table += tl.load(blocks + 2 * block)

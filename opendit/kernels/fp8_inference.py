@@ -1,8 +1,8 @@
 """A block's linear layers in float8 without a backward pass, with one scale per row of an activation.
 
-:func:`opendit.kernels.fp8.rows_in_float8` computes a scale while casting. LayerNorm + modulate uses a bound for each
-sample. Nothing is saved, and a sample's result doesn't depend on other samples. fp8_linear.py is the counterpart for
-training.
+:func:`opendit.kernels.fp8.rows_in_float8` computes a scale while casting. The fused LayerNorm and modulation instead
+derives the scale from an upper bound for each sample. Nothing is saved, and a sample's result doesn't depend on other
+samples. fp8_linear.py is the counterpart for training.
 """
 
 import functools

@@ -146,7 +146,7 @@ def _gather_rows_kernel(table_ptr, rows_ptr, out_ptr, columns, stride, WIDTH: tl
 
 
 def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows of tables for samples that may be at different steps, and add 1 to ``step``.
+    """Look up the step's row in two tables for each sample, and add 1 to ``step``. Samples may be at different steps.
 
     Args:
         step: (B,) int64.

@@ -64,7 +64,7 @@ def takes(q: Tensor, k: Tensor) -> bool:
 
 
 def short_is_faster(device: torch.device) -> bool:
-    """Return True for GPUs on which this kernel was measured to be faster (Hopper)."""
+    """Return True for GPUs on which short attention is faster than torch's attention. Only Hopper was measured."""
     return device.type == "cuda" and missing("short_attention", device) is None
 
 

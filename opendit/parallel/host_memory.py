@@ -238,7 +238,7 @@ class StreamedBlocks:
 
 
 def blocks_of(sizes: Sequence[int], count: int) -> tuple[int, int]:
-    """Return (bytes in host memory, bytes of the slots) if ``count`` of these blocks are streamed. sizes: bytes of
-    every block."""
+    """Return (bytes in host memory, bytes of the GPU buffers that hold a block each) if ``count`` blocks are streamed.
+    sizes: bytes of every block."""
     streamed = [sizes[number] for number in spread_numbers(len(sizes), count)]
     return sum(streamed), min(AHEAD + 1, len(streamed)) * max(streamed)

@@ -111,7 +111,7 @@ def npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
 
 
 def texts(captions: list[str]) -> tuple[str, tuple[int, ...], Iterator[np.ndarray]]:
-    """Convert captions to an array for :func:`write_npz`: (dtype, shape, blocks)."""
+    """Return captions as an array in the form that :func:`write_npz` takes: (dtype, shape, iterator over blocks)."""
     descr = f"<U{max([1, *map(len, captions)])}"
     blocks = (np.array(captions[first : first + 256], dtype=descr) for first in range(0, len(captions), 256))
     return descr, (len(captions),), blocks

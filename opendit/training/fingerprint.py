@@ -371,8 +371,8 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
 # Entry -> function that returns True if a difference needs no line: no effect, or reported in another line.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # The last step is None without a cosine schedule. If only one run has a cosine schedule, the line about the
-    # schedule reports that.
+    # The last step is None without a cosine schedule. If only one of the runs has a cosine schedule, another entry
+    # reports the difference.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,

@@ -2,8 +2,8 @@
 
 The peak is at one of two moments. At the beginning of the backward pass, memory holds the activations of all blocks and
 no gradients of this micro-batch. When the pass reaches the first block, memory holds only this block's activations, and
-the gradients of all blocks after it. The unit of activations is a vector of the model's width per token of a rank's
-micro-batch, in the activations' precision.
+the gradients of all blocks after it. Activations are counted in units of one vector of the model's width for each token
+of a rank's micro-batch.
 
 The estimates are within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), and within 5 % for
 gemini in fp16. Not included are a trained bytes encoder's activations, the CUDA context, NCCL's buffers, and

@@ -104,8 +104,9 @@ class EagerRunner(Runner):
         return loss
 
     def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
-        """Add the gradients of the ``first``, ``last`` or another micro-batch of a step. Return its contribution to the
-        step's loss, 0-dim and detached; the next call may overwrite it."""
+        """Run the passes of a micro-batch and add its gradients to the step's. Return its contribution to the step's
+        loss, 0-dim and detached, which the next call may overwrite. first, last: True for the step's first or last
+        micro-batch."""
         return self.forward_backward(micro_batch, last=last)
 
     def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:

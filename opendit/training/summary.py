@@ -70,9 +70,9 @@ CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB"
 def dry_run(flags: TrainConfig) -> None:
     """Print parameters, tokens, FLOPs, GPU memory and steps of a run on the number of GPUs that --dry_run gives.
 
-    Without a number, plan for torchrun's processes, but at least for the ranks that share samples. A missing data set
-    is reported and replaced by random latents. Flags that the run would refuse end the program with one line and exit
-    code 2.
+    Without a number, plan for torchrun's processes, but for no fewer than the parallelism flags need. A missing data
+    set is reported and replaced by random latents. Flags that the run would refuse end the program with one line and
+    exit code 2.
     """
     try:
         _dry_run(flags)

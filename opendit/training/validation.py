@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LEVELS = 10  # number of noise levels; each covers an equal fraction of the times drawn in training
 MOST_SAMPLES = 1000
-RISING = 3  # number of held-out losses that must rise in a row before a run prints a warning, once
+RISING = 3  # a run prints one warning when this many held-out losses have risen in a row
 # held-out losses per training sample; their forward passes are then 0.5 % of the run's work
 SHARE_OF_SAMPLES = 0.015
 

@@ -178,7 +178,7 @@ class ShardDataset(PicturesAndClips):
         return int(self.starts[-1]) if self.used is None else self.used.totals[PICTURE]
 
     def find_record(self, row: int) -> tuple[int, int, Record]:
-        """Return (index of the tar, index of the sample in the tar's index, the sample's record)."""
+        """Return (number of the tar, number of the sample within the tar, the sample's record)."""
         last, found = self._found  # a picture and its caption both need the result
         if last != row:
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])

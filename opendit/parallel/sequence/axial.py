@@ -97,7 +97,7 @@ class GridShare:
         return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
 
     def send_back(self, x: Tensor) -> Exchange:
-        """Start to send tokens (B, f, s, D) of one exchange back to the home layout. Inverts :meth:`leave`."""
+        """Start to send tokens (B, f, s, D) back to the ranks that they came from. Inverts :meth:`leave`."""
         dim, ranks = 1 + self.home, self.group.size
         x = padded(x, dim, ranks * self.share(self.home)).unflatten(dim, (ranks, -1))
         return Exchange(self.group).start(x.movedim(dim, 0))

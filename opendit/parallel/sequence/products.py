@@ -49,7 +49,7 @@ class Products:
         return grad @ columns[0]
 
     def input_gradient_into(self, out: Tensor, grad: Tensor, columns: Saved, add: bool) -> None:
-        """Write grad W to ``out``, or add it to ``out`` if ``add``."""
+        """Write the product of grad and W to ``out``, or add it to ``out`` if ``add`` is True."""
         torch.addmm(out, grad, columns[0], beta=int(add), out=out)
 
     def weight_gradient(self, grad: Tensor, sent: Tensor) -> Tensor:

@@ -491,7 +491,7 @@ class SampleStore:
 def delete_abandoned() -> None:
     """Delete this user's folders of samples that were left by killed pages."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        # An error means that a page uses the folder, or has just created or deleted it.
+        # An error means that another web page process uses the folder, or has just created or deleted it.
         with contextlib.suppress(OSError, ValueError):
             owned = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
             if owned and (folder / LOCK).exists():
