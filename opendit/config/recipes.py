@@ -51,8 +51,8 @@ EDM = "--objective edm --edm_sigma_data 1"
 FLOW = "--objective flow --flow_times logit_normal"
 # Settings on which papers about faster training agree (docs/better_training.md). Learning rates do not depend on Muon.
 SPEEDRUN = (
-    f"--norm rms --mlp swiglu --positions rope --qk_norm {FLOW} --flow_contrast 0.05 --optimizer muon --random_flip "
-    f"--label_drop 0.1 --enable_cuda_graph {FAST}"
+    f"--norm rms --mlp swiglu --positions rope --qk_norm {FLOW} --optimizer muon --random_flip --label_drop 0.1 "
+    f"--enable_cuda_graph {FAST}"
 )
 
 
@@ -103,15 +103,15 @@ RECIPES = {
     ),
     "speedrun_cifar10": Preset(
         "CIFAR-10 in pixels, as good as it gets in minutes on one GPU (docs/better_training.md)",
-        f"--model DiT-S/2 --data_path ./cifar10/train --image_size 32 --vae none --route 2:10:0.5 --global_batch_size "
-        f"512 --batch_size 512 --lr 3e-4 --warmup_steps 100 --ema_decay 0.999 --max_steps 5000 --ckpt_every 1000 "
-        f"--ckpt_keep 2 --sample_every 1000 --sample_cfg_scale 1 {SPEEDRUN}",
+        f"--model DiT-S/2 --data_path ./cifar10/train --image_size 32 --vae none --route 2:10:0.75:sprint "
+        f"--route_until 4500 --global_batch_size 512 --batch_size 512 --lr 3e-4 --warmup_steps 100 --ema_decay 0.999 "
+        f"--max_steps 5000 --ckpt_every 1000 --ckpt_keep 2 --sample_every 1000 --sample_cfg_scale 1 {SPEEDRUN}",
     ),
     "speedrun_imagenet256": Preset(
         "ImageNet at 256 px by the same; planned by --dry_run, never run (docs/better_training.md)",
-        f"--model DiT-B/2 --data_path ./imagenet/train --image_size 256 --vae ema --route 2:8:0.5 --global_batch_size "
-        f"256 --batch_size 256 --lr 1e-4 --ema_decay 0.9999 --max_steps 400000 --ckpt_every 20000 --ckpt_keep 2 "
-        f"--sample_every 20000 {SPEEDRUN}",
+        f"--model DiT-B/2 --data_path ./imagenet/train --image_size 256 --vae ema --route 2:10:0.75:sprint "
+        f"--route_until 360000 --global_batch_size 256 --batch_size 256 --lr 1e-4 --ema_decay 0.9999 "
+        f"--max_steps 400000 --ckpt_every 20000 --ckpt_keep 2 --sample_every 20000 {SPEEDRUN}",
     ),
     **_stages("pretrain_l", "vDiT-L/122", EDM, batch=64, world=1024),
     **_stages("pretrain_xl", "vDiT-XL/122", EDM, batch=64, world=1024),

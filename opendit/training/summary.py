@@ -14,9 +14,11 @@ from opendit.config.architectures import family_in
 from opendit.config.command_line import overridden
 from opendit.config.components import BatchFlags
 from opendit.config.console import print_block, print_error
+from opendit.config.names import DESCRIPTIONS
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
+from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.folder import KNOWN
 from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig, family_of
@@ -129,7 +131,7 @@ def _dry_run(flags: TrainConfig) -> None:
         "tokens": f"{config.tokens:,} a sample, {(flags.tokens or config.tokens) * samples:,} a step",
         "work": f"{work(flop)} a training sample, {work(flop * together * flags.grad_accumulation * ranks / world)} a "
         "step and GPU",
-        "objective": ", ".join(f"{name} {value}" for name, value in plan.objective.to_dict().items()),
+        "objective": _objective(plan.objective),
         "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}"
         + (f", layers divided by {tensor}" if tensor > 1 else "")
         + (f", experts on {flags.expert_parallel_size} each" if flags.expert_parallel_size > 1 else ""),
@@ -143,6 +145,13 @@ def _dry_run(flags: TrainConfig) -> None:
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
         print(f"note: {note}", flush=True)
+
+
+def _objective(objective: Objective) -> str:
+    flags = DESCRIPTIONS[objective.name].settings
+    fields = {name: value for name, value in objective.to_dict().items() if name != "name"}
+    words = [f"{f'--{flags[name].flag}' if name in flags else name} {value}" for name, value in fields.items()]
+    return ", ".join([objective.name, *words])
 
 
 def work(flop: float) -> str:
