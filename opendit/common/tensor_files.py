@@ -118,6 +118,8 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
             start = file.read(8)
         if start == b"version ":  # begin of a Git LFS pointer
             raise ValueError(f"{path} is a pointer of Git LFS, not the file itself; fetch it by git lfs pull")
+        if start.lstrip().startswith(b"<"):
+            raise ValueError(f"{path} is a web page, saved instead of the file; download the file again")
         if (length := int.from_bytes(start, "little")) > MOST_HEADER_BYTES:
             raise ValueError(f"{path} is not a readable safetensors file (a header of {length:,} bytes)")
         return open_mapped(path, framework)

@@ -71,32 +71,21 @@ class Board:
         self._file.append(start + event)
 
 
-def _crc_of_byte(value: int) -> int:
-    for _ in range(8):
-        value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)  # Castagnoli's polynomial, reflected
-    return value
-
-
-CRC_OF_BYTE = [_crc_of_byte(value) for value in range(256)]
-
-
 def _messages(of: str) -> Any:
     return import_module(f"tensorboard.compat.proto.{of}_pb2")
 
 
 def _record(data: bytes) -> bytes:
     """Return a TFRecord: the length and the data, each followed by its masked CRC."""
-    length = struct.pack("<Q", len(data))
-    return length + _masked_crc(length) + data + _masked_crc(data)
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
+    written = []
 
-def _masked_crc(data: bytes) -> bytes:
-    """Return the masked CRC-32C of a TFRecord. TensorBoard's function is slow, because it imports boto3."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = CRC_OF_BYTE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    class Sink:
+        write = staticmethod(written.append)
+
+    RecordWriter(Sink).write(data)
+    return b"".join(written)
 
 
 PROJECT = "opendit"

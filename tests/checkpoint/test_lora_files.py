@@ -473,6 +473,9 @@ def test_files_that_do_not_fit_are_refused(oracles, tmp_path):
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match="a.safetensors is a pointer of Git LFS, not the file itself"):
         load_pretrained(oracles["flux"][1], lora=[(path, 1.0)])
+    path.write_bytes(b"\n<!DOCTYPE html><html><body>Log in</body></html>")
+    with pytest.raises(ValueError, match="a.safetensors is a web page, saved instead of the file"):
+        load_pretrained(oracles["flux"][1], lora=[(path, 1.0)])
     save_file(state, path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="a.safetensors is not a readable safetensors file"):
