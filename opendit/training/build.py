@@ -15,6 +15,7 @@ from opendit.checkpoint.load import load_checkpoint
 from opendit.checkpoint.run_folders import ENDED
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.safe_files import WriteFailures
+from opendit.common.utils import collection_paused
 from opendit.config.flags import to_dict
 from opendit.config.names import BUT_ATTENTION, PLUGINS
 from opendit.data import BatchIterator, build_loader
@@ -45,6 +46,7 @@ from opendit.training.validation import Validation
 logger = logging.getLogger(__name__)
 
 
+@collection_paused()  # as in train.py: an engine imports Colossal-AI or FSDP, and an optimizer imports torch._dynamo
 def build_model_and_engine(run: Run) -> Engine:
     flags = run.flags
     torch.set_float32_matmul_precision("high")  # use TF32 for matrix products that stay in fp32 on a GPU
