@@ -1,12 +1,14 @@
 """Compare sampling one picture or clip on several GPUs with one GPU, including sampler, noise, guidance and VAE.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sampling_parallel.py [--model vDiT-XL/222]
-        [--num_frames 16] [--image_size 256] [--steps 50] [--sequence_parallel_size 1] [--results FILE]
+        [--num_frames 16] [--image_size 256] [--steps 50] [--sequence_parallel_size 1] [--groups N] [--profile]
+        [--results FILE]
 
 The ranks share a sample as in sample.py. Two groups of --sequence_parallel_size divide the halves of guidance; a single
-group divides only the sequence. Rank 0 alone and all ranks together take turns, and medians are reported. The model and
-the VAE (of Stable Diffusion's shape, a frame at a time for clips) have random weights. A public model, such as
-``--model wan-1.3b``, is measured at its published size without a VAE.
+group divides only the sequence. ``--groups`` sets the number of groups of heads that Ulysses exchanges one after the
+other. ``--profile`` prints the kernels of rank 0 that take the most time. Rank 0 alone and all ranks together take
+turns, and medians are reported. The model and the VAE (of Stable Diffusion's shape, a frame at a time for clips) have
+random weights. A public model, such as ``--model wan-1.3b``, is measured at its published size without a VAE.
 """
 
 import argparse
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bench_public import SUBJECTS, caption_of
 from benchmarks.bench_sampling import SEED, Bench
@@ -76,7 +79,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sampler", default="ddim")
     parser.add_argument("--cfg_scale", type=float, default=4.0)
     parser.add_argument("--sequence_parallel_size", type=int, default=1)
+    parser.add_argument("--groups", type=int, help="of heads, in Ulysses; by default the cost model's choice")
     parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="print kernel times, of the GPU or else the CPU")
     parser.add_argument("--vae_narrower", type=int, default=1, help="divides the VAE's widths, for a CPU")
     parser.add_argument("--results", help="a file to append rows to, as results.csv")
     args = parser.parse_args(argv)
@@ -93,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     c = bench.config
     sizes = c.tokens, c.hidden_size, c.num_heads, 1 if cfg_parallel else 2
     kinds = {"types": c.sequence_types, "plain": c.plain_projections} if public else {}
-    strategy = sequence_parallel(mesh, "auto", Shape(*sizes, **kinds))
+    kind = "auto" if args.groups is None else "ulysses"
+    strategy = sequence_parallel(mesh, kind, Shape(*sizes, **kinds), groups=args.groups)
     alone, shared = bench.model(False), bench.model(False, strategy)
     around = (lambda model: SharedBatch(model, replica.halves)) if cfg_parallel else None
     engines = {
@@ -122,6 +128,13 @@ def main(argv: list[str] | None = None) -> None:
             taken = seconds(name)
             if trial > 1:  # after compiling and recording
                 times[name].append(taken)
+    for name in engines if args.profile else ():
+        device = ProfilerActivity.CUDA if mesh.device.type == "cuda" else ProfilerActivity.CPU
+        with profile(activities=[device]) as profiled:
+            seconds(name)
+        if mesh.is_main:
+            by = f"self_{device.name.lower()}_time_total"
+            print(name, profiled.key_averages().table(sort_by=by, row_limit=15, max_name_column_width=80), sep="\n")
     one, all_ranks = (statistics.median(times[name]) for name in engines)
     if mesh.is_main:
         how = f"guidance's halves x sp {mesh.sp_size}" if cfg_parallel else f"sp {mesh.sp_size}"

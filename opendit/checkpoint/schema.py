@@ -280,7 +280,7 @@ class StateFile(JsonObject):
 
 
 class RunConfig(OpenJsonObject):
-    """What opendit.training.fingerprint reads of a run's config.json: the run's starts and resumes."""
+    """The starts and resumes in a run's config.json, which opendit.training.fingerprint reads."""
 
     starts: Annotated[list[Any], MaxLen(100_000)] = []
 

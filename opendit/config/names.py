@@ -243,7 +243,7 @@ WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 
 
 class Needs(NamedTuple):
-    """What a metric needs: features, and the kind of reference ("statistics", "features" or None)."""
+    """Requirements of a metric: features, and the kind of reference ("statistics", "features" or None)."""
 
     features: str
     reference: str | None

@@ -710,7 +710,7 @@ class TrainConfig(
 
     @property
     def offloaded_state(self) -> str:
-        """What --offload keeps in host memory: one of OFFLOAD."""
+        """The part of the training state that --offload keeps in host memory: one of OFFLOAD."""
         return parse_offload(self.offload, frozen=self.lora is not None)[0]
 
     def check_streamed(self, world_size: int, known: bool = False) -> None:

@@ -155,7 +155,9 @@ SPLIT_NAMES = {"train": "train", "test": "held out"}
 
 @dataclass(frozen=True)
 class AskedDigits:
-    """What samples should show. digits: (N,) int64. directions: of movement (x, y), (N, 2) float64, or None."""
+    """The digits that samples should show, and their movement.
+
+    digits: (N,) int64. directions: (x, y) of the movement, (N, 2) float64, or None."""
 
     digits: Tensor
     directions: Tensor | None = None

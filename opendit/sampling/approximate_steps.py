@@ -28,7 +28,7 @@ ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
 class Mode(NamedTuple):
-    """What a step evaluates. Every mode is recorded as a separate CUDA graph.
+    """The parts of the model that a step evaluates. Every mode is recorded as a separate CUDA graph.
 
     null: evaluate the unconditional half of guidance, if the step is guided. blocks: FIRST runs only the first block,
     and the step then continues with REST or REUSED. REUSED reuses earlier results for the remaining blocks. A number n
@@ -136,7 +136,7 @@ def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
 
 
 class WeakHalf(NamedTuple):
-    """How to evaluate the second half of a guided batch (``--guidance_by``).
+    """Settings for the second half of a guided batch (``--guidance_by``).
 
     route: the affected blocks. Mask tokens replace the output of a fused route. In any other route, only the tokens
     ``kept`` are processed: for every step, (1, n) int64 indices. samples: B; a guided batch has 2 B rows."""
