@@ -45,11 +45,9 @@ class Stream(IntEnum):
     ROUTE_DROP = 14
 
 
-def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run ten Philox rounds, and return four int64 tensors of uniform 32-bit values. ``counter``: four broadcastable
-    int64 tensors of 32-bit values. ``seed``: a 64-bit key, or an int64 tensor of keys, broadcastable with them."""
+    int64 tensors of 32-bit values. ``seed``: a 64-bit key."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
@@ -65,23 +63,17 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, count: int) -> Tensor:
+def random_bits(seed: int, step: int, index: Tensor, stream: Stream, count: int) -> Tensor:
     """Return uniform 32-bit integers, (B, count) int64, for the samples with indices ``index`` (B,) int64 in step
-    ``step``. Seed and step may be (B,) int64 on index's device. A sample's bits don't depend on other samples."""
-    if (
-        not isinstance(seed, Tensor)
-        and not isinstance(step, Tensor)
-        and index.is_cuda
-        and kernels_available(index.device, torch.float32)[0]
-    ):
+    ``step``. A sample's bits don't depend on other samples."""
+    if index.is_cuda and kernels_available(index.device, torch.float32)[0]:
         return philox_bits(seed, step, index.long(), int(stream), count)
     block = torch.arange((count + 3) // 4, device=index.device)
-    seed, step = (value.unsqueeze(1) if isinstance(value, Tensor) else value for value in (seed, step))
     words = philox4x32(
         (
             block[None, :],
             index[:, None].long() & _MASK,
-            step & _MASK if isinstance(step, Tensor) else torch.full((1, 1), step & _MASK, device=index.device),
+            torch.full((1, 1), step & _MASK, device=index.device),
             torch.full((1, 1), int(stream), device=index.device),
         ),
         seed,
@@ -89,9 +81,7 @@ def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: S
     return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :count]
 
 
-def uniform(
-    seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...] = ()
-) -> Tensor:
+def uniform(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int, ...] = ()) -> Tensor:
     """Return uniform numbers in the open interval (0, 1), float64, shape (B, *shape); see :func:`random_bits`."""
     bits = random_bits(seed, step, index, stream, math.prod(shape))
     return ((bits.double() + 0.5) * 2.0**-32).reshape(len(index), *shape)
@@ -102,7 +92,7 @@ def integers(seed: int, step: int, index: Tensor, stream: Stream, high: int) -> 
     return (random_bits(seed, step, index, stream, 1)[:, 0] * high) >> 32
 
 
-def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
+def normal(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
     """Return standard normal numbers, float32, shape (B, *shape), by the Box-Muller transform. The transform runs in
     float64. Its last bits differ between processors, but rounding to float32 removes the difference."""
     count = math.prod(shape)
@@ -112,14 +102,14 @@ def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream
     return pairs.flatten(1)[:, :count].float().reshape(len(index), *shape)
 
 
-def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+def initial_noise(seed: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Draw the noise at which sampling starts: (B, *shape) float32 standard normal on ``index``'s device. ``index``:
     (B,) int64, indices of these samples among all samples of the job. A sample's noise depends only on ``seed`` and its
-    index, so a batch can be split in any way. ``seed`` may be (B,) int64, one value per sample."""
+    index, so a batch can be split in any way."""
     return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
 
 
-def keyed_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+def keyed_noise(seed: int, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
     """Return a ``noise_fn``. A sample's noise in step k depends only on ``seed``, k and the sample's index."""
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)
 

@@ -371,11 +371,10 @@ class SamplingLoop:
         y: Condition,
         null: Condition,
         index: Tensor,
-        seed: int | Tensor,
+        seed: int,
         conditioning_frames: Tensor | None = None,
     ) -> None:
-        """Prepare the conditions and the noise of a batch. index: (B,) int64. seed: an int, or (B,) int64. All tensors
-        are on the model's device."""
+        """Prepare the conditions and the noise of a batch. index: (B,) int64. All tensors are on the model's device."""
         for network in self._networks:
             network.condition(y, null if network.guided else None)
             network.set_conditioning_frames(conditioning_frames)

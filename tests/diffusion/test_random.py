@@ -162,14 +162,3 @@ def test_integers_over_steps_are_uniform_too():
     """One sample's timesteps over a training run, the other way through the counter."""
     k = torch.cat([integers(42, step, torch.tensor([3]), Stream.TIMESTEP, 10) for step in range(2000)])
     assert stats.chisquare(np.bincount(k.numpy(), minlength=10)).pvalue > 1e-3
-
-
-def test_seeds_and_steps_of_their_own():
-    """Seeds and steps may be tensors, one a sample; each sample then has the numbers of its own seed and step."""
-    seeds, steps, index = [0, SEED, 2**63 - 1, SEED], [3, 0, 2**31 - 1, 1], torch.tensor([5, 6, 7, 6])
-    own = zip(seeds, steps, index.split(1), strict=True)
-    each = [normal(seed, step, number, Stream.NOISE, (2, 5)) for seed, step, number in own]
-    got = normal(torch.tensor(seeds), torch.tensor(steps), index, Stream.NOISE, (2, 5))
-    assert torch.equal(got, torch.cat(each))
-    same_step = [normal(seed, 4, index[i : i + 1], Stream.NOISE, (3,)) for i, seed in enumerate(seeds)]
-    assert torch.equal(normal(torch.tensor(seeds), 4, index, Stream.NOISE, (3,)), torch.cat(same_step))
