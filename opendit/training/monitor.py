@@ -375,7 +375,8 @@ class Monitor:
             # from the second line on, times exclude compilation and warm-up
             if self._lines == 2 and step < self._last_step:
                 left, pace = self._last_step - step, (now - self._since) / self._steps
-                logger.info(f"step {step}: {left:,} steps left, {describe_hours(left * pace)} at {pace:.3g} s a step")
+                steps = f"{left:,} step{'s' * (left != 1)}"
+                logger.info(f"step {step}: {steps} left, {describe_duration(left * pace)} at {pace:.3g} s a step")
             with self.failures.survive("log.jsonl", step):
                 self.log_file.append(json.dumps(self.last).encode() + b"\n")
             numbers = {k: v for k, v in self.last.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
@@ -426,9 +427,11 @@ class Monitor:
                 raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def describe_hours(seconds: float) -> str:
-    """Format a duration: 9000 -> "about 2.5 hours"."""
-    return f"about {seconds / 3600:,.1f} hours" if seconds >= 3600 else f"about {max(1, round(seconds / 60))} min"
+def describe_duration(seconds: float) -> str:
+    """Format a duration in the unit that fits: 9000 -> "about 2.5 hours", 300 -> "about 5 min", 20 -> "about 20 s"."""
+    if seconds >= 3600:
+        return f"about {seconds / 3600:,.1f} hours"
+    return f"about {seconds / 60:.0f} min" if seconds >= 60 else f"about {max(1, round(seconds))} s"
 
 
 def keep_up_to(log: Path, step: int) -> None:

@@ -61,7 +61,7 @@ from opendit.training.model_plan import (
     plan_model,
     saved_by_adaln_lora,
 )
-from opendit.training.monitor import RunLogger
+from opendit.training.monitor import RunLogger, describe_duration
 from opendit.training.run import Run
 from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second, training_flops
 
@@ -218,9 +218,8 @@ def _time(
     rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}), without "
     rows["time"] += f"reading data, saving and drawing; in ms: {work}"
     if last:
-        hours = cost.total * last / 3600
-        shown = f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"
-        rows["hours"] = f"{shown} for {last:,} steps, predicted ({origin.partition(':')[0]})"
+        duration = describe_duration(cost.total * last)
+        rows["duration"] = f"{duration} for {last:,} step{'s' * (last != 1)}, predicted ({origin.partition(':')[0]})"
     if where.world > 1:
         rows["received a step"] = budget(cost)
     return rows
