@@ -195,8 +195,8 @@ def _update_kernel(
     scalars[0] is 0.
 
     First moments are ``shift`` bytes after their addresses in the table, second moments ``shift`` + ``stride`` bytes.
-    MIXED: some tensors have no second moments. With DIRECTED the launch updates only such tensors, without it only the
-    other tensors. One kernel for both would spill registers.
+    MIXED: some tensors have no second moments. DIRECTED: True to update only these tensors, False to update only the
+    others. One kernel for both would spill registers.
     """
     block = first + tl.program_id(0)
     table += tl.load(blocks + 2 * block)
@@ -277,7 +277,7 @@ def constant_decays(decays: Sequence[float], device: torch.device) -> Callable[[
 
 
 class FusedStep:
-    """AdamW over all tensors of a rank, fused with the update of averages and working weights.
+    """AdamW over a rank's tensors, fused with the updates of averages and working weights.
 
     Triton kernels run the step where they are available. Elsewhere torch runs it, with equal results up to rounding.
 
@@ -359,7 +359,7 @@ class FusedStep:
     @torch.no_grad()
     def square_sum(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return the sum of the squared gradients that this rank counts (``counted``), 0-dim float64 on the device. The
-        summation order, and thus the result's bits, are the same in every run.
+        result's bits are the same in every run, because the summation order is fixed.
 
         Args:
             gradients: for each master, a gradient of its size or None; all bf16, all fp16 or all fp32. This object

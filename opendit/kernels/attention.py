@@ -304,9 +304,8 @@ def resolve_varlen(
     """Return (kernel for the segments of a pack, reason). If the kernel is None, each run is one dense call.
 
     A run is several neighbouring samples of equal length. FlashAttention 4 gets complete packs, because unequal lengths
-    do not slow it down. torch's ``varlen_attn`` gets only short runs. It is slower than cuDNN's dense kernel from 256
-    to 32,768 tokens on an H200. But cuDNN plans for 50 ms for each new size, and many short calls would occupy the
-    host.
+    do not slow it down. torch's ``varlen_attn`` gets only short runs, because it is slower than cuDNN's dense kernel.
+    For short runs, cuDNN would plan 50 ms for each new size, and many calls would occupy the host.
 
     asked: value of ``--attention``. If it names a kernel, that kernel gets all runs, in dense calls.
     """

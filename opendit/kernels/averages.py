@@ -68,10 +68,10 @@ def _averages_kernel(
 
 
 class SeparateAverages:
-    """Averages of ``masters`` that the optimizer's step does not update.
+    """Averages of ``masters``, updated separately from the optimizer's step.
 
-    Masters are fp32, contiguous, and on a GPU (some may be in pinned host memory) or all on a CPU. ``averages`` has
-    every average's fp32 tensors, in the masters' sizes and order, on their device or in pinned host memory. Raises
+    Masters are fp32, contiguous, and on a GPU (some may be in pinned host memory) or all on a CPU. ``averages`` holds
+    each average's fp32 tensors, with the masters' sizes and order, on their device or in pinned host memory. Raises
     ValueError if sizes, dtypes, layouts or devices don't fit.
     """
 

@@ -204,7 +204,7 @@ class BaseLayer(nn.Linear):
     def store(self, part: Tensor, values: Tensor, maximum: Callable[[Tensor], Tensor]) -> None:
         """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter.
 
-        maximum: for fp8, function that returns the maximum of a number over all ranks with rows of the weight.
+        maximum: for fp8, function that returns a number's maximum over all ranks with rows of the weight.
         """
         values = values.to(part.dtype)
         if self.kind == "fp8":

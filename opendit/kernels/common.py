@@ -4,10 +4,10 @@ A program processes a *chunk* of consecutive rows (tokens) in tiles of a few row
 chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and ``sample_of_row`` (rows,),
 non-decreasing, has the sample of each row. Program p processes rows [p * chunk, (p + 1) * chunk), sample by sample.
 
-For gradients of shift, scale and gate, each (program, sample) pair sums its rows in row order and writes an fp32
-partial sum to its slot. ``finish_sums`` adds a sample's slots, and ``finish_total`` adds all slots, for a bias's
-gradient. Both add in slot order, without atomics, so two runs give the same bits. The slot is p in the (B, N, D) form,
-and p + sample in the packed form. p + sample grows from pair to pair, so rows / chunk + B slots suffice.
+Gradients of shift, scale and gate are sums over a sample's rows. Each program adds its rows of a sample in row order
+and writes the fp32 sum to a slot: slot p in the (B, N, D) form, p + sample in the packed form (rows / chunk + B slots).
+``finish_sums`` adds a sample's slots, and ``finish_total`` adds all slots, for a bias's gradient. Both add in slot
+order, without atomics, so two runs give the same bits.
 """
 
 import contextlib
@@ -177,7 +177,7 @@ _forced: dict[str, Launch] = {}
 
 def pipeline_stages(width: int, tensors: int, element_size: int) -> int:
     """Return the number of tiles in flight: up to three, if the prefetched tiles fit into 24 KiB of shared memory.
-    width: values of a tile in each tensor."""
+    width: a tile's number of values per tensor."""
     return 1 + min(2, 24 * 1024 // (width * tensors * element_size))
 
 
@@ -194,7 +194,7 @@ def forced_launch(**launches: Launch) -> Iterator[None]:
 
 
 def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns: int = 1) -> Launch:
-    """Return ``default``, with fewer rows per program if ``rows`` would not fill the GPU or the samples are short.
+    """Return ``default``, with fewer rows per program if the rows would not fill the GPU or the samples are short.
 
     longest: rows of the longest sample. columns: number of programs that share a row. The result depends on shapes
     only, so that sums have the same order in all runs.

@@ -216,9 +216,9 @@ class FastestProducts:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
         """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
-        ``torchs`` is torch's call, with GELU if ``gelu`` is true. It computes the product if no proposal is faster. It
-        is also used with gradients, torch.compile and unaligned operands, for dtypes except bf16 and fp16, and for new
-        shapes during a CUDA graph capture.
+        torchs: torch's call, with GELU if ``gelu`` is true. It computes the product if no proposal is faster or
+        allowed. Proposals are not allowed with gradients, under torch.compile, for unaligned operands, for dtypes other
+        than bf16 and fp16, and for new shapes during a CUDA graph capture.
         """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):

@@ -76,8 +76,8 @@ class EightBits:
     def saved(self) -> Tensor:
         """Return fp32 values (numel,) for a checkpoint. :meth:`encode` restores codes and scales from these values.
 
-        The values equal :meth:`decode`, except for the lowest code of a signed moment. :meth:`decode` would return
-        -0.993 * scale for this code, and the scale would be lost. So the value is -1 * scale.
+        The values equal :meth:`decode`, except that a signed moment's lowest code gives -scale instead of -0.993 *
+        scale. Otherwise the scale would be lost.
         """
         numbers = levels(self.signed, self.codes.device)
         return self.decode(torch.cat([-numbers[-1:], numbers[1:]])) if self.signed else self.decode()
@@ -172,7 +172,7 @@ def _moments_kernel(
 
 
 class DecodedMoments:
-    """fp32 memory for the decoded moments of one group of neighbouring tensors at a time.
+    """fp32 memory for one group's decoded moments at a time. A group is a range of neighbouring tensors.
 
     Triton kernels decode and encode if they are available. Elsewhere torch computes the same bits.
 

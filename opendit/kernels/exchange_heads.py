@@ -91,7 +91,7 @@ def exchange_heads(
     own: bool = False,
     offset: int = 0,
 ) -> None:
-    """Fill ``heads`` from all ranks' rows. With ``push``, fill the rows of tokens before N from ``heads`` instead.
+    """Fill ``heads`` from all ranks' rows. With ``push``, copy ``heads`` to the rows instead, except to padding rows.
 
     Args:
         heads: 1 or 3 tensors (B, h, N, d) with equal strides, and unit stride in d.

@@ -1,4 +1,4 @@
-"""Attention by packages with padded heads. FlashAttention 4 (flash-attn-4) pads only in its backward pass.
+"""Attention by packages that need padded heads. FlashAttention 4 (flash-attn-4) pads only in its backward pass.
 
 At some head sizes, a package is correct only if heads are padded with zeros. Zeros don't change the result.
 FlashAttention 4 needs the padding only in its backward pass, but its autograd function can't pad there. So this module

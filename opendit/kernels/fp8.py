@@ -1,7 +1,8 @@
 """Tensors in float8 for ``torch._scaled_mm``: scales, casts, weights, transposed copies, and products.
 
 Formats are from Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights, e5m2 for
-gradients. A tensor, or in sampling a row, has one scale, a power of two, computed from the current values:
+gradients. A tensor has one scale in training; in sampling, a row has one. Scales are powers of two, computed from
+current values:
 
 - The scale of a weight follows from its largest absolute value (amax).
 - The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so |y| <= sqrt(D) (1 + max|scale|) +
@@ -9,8 +10,8 @@ gradients. A tensor, or in sampling a row, has one scale, a power of two, comput
 - Every other scale follows from the amax of some 4 million values, spread evenly over tokens and columns, times a
   margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number.
 
-A kernel needs the scale before it writes the tensor, so the exact amax would cost a pass over memory. Delayed scaling,
-with the amax of earlier steps, would add state to checkpoints.
+Kernels need the scale before they write a tensor, so an exact amax would cost a pass over memory. Delayed scaling, with
+the amax of earlier steps, would add state to checkpoints.
 """
 
 import functools
@@ -45,7 +46,7 @@ LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 # exact amax or a bound. SAMPLED, SAMPLED_GRADIENT: for an amax of sampled values in e4m3 and in e5m2.
 EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
 SAMPLE = 1 << 22  # minimum number of sampled values
-# number of programs of the amax kernel; each writes one number, and every program of a cast reads all numbers
+# programs of the amax kernel, and numbers that it writes; every program of a cast reads all numbers
 PARTIALS = 256
 LINES = 16  # runs of consecutive values per tile of the amax kernel
 
@@ -74,7 +75,7 @@ class Float8:
 
     @functools.cached_property
     def descale_of_columns(self) -> Tensor:
-        """A weight's descale as (1, N) fp32, for a weight (N, K) multiplied by rows with one scale each."""
+        """The descale of a weight (N, K) as (1, N) fp32, for products with rows that have one scale each."""
         return self.descale.expand(1, len(self.data)).contiguous()
 
 
@@ -210,8 +211,8 @@ def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor |
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Transpose float8 (..., D) with T rows in all to (D, T rounded up to a multiple of 16), padded with zeros. Kernels
-    that write a tensor in both orders took longer than this separate pass."""
+    """Transpose float8 (..., D) with T rows to (D, T), padded with zeros to T divisible by 16. This separate pass is
+    faster than kernels that write a tensor in both orders."""
     return transpose(x.flatten(0, -2).view(torch.uint8)).view(x.dtype)
 
 

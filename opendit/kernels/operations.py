@@ -157,9 +157,9 @@ def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Ten
 
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # names of the switches
 
-# For each operation, the last row with all its switches on is used. ``keeps`` names the activations that are saved for
-# the backward pass. They are arguments, "u" (the product of a projection), or "h" (the new residual stream). An
-# operation with a gate saves u only if the gate has a gradient. With LoRA, gates have no gradients.
+# For each operation, the last row with all its switches on is used. ``keeps`` names the activations saved for the
+# backward pass: arguments, "u" (a projection's product), or "h" (the new residual stream). An operation with a gate
+# saves u only if the gate has a gradient. With LoRA, gates have no gradients.
 KERNELS = (
     Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
     Kernel("layernorm_modulate", _layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),

@@ -81,10 +81,10 @@ def _embed_patches_kernel(
 def embed_patches(
     x: Tensor, weight: Tensor, bias: Tensor, positions: Tensor | None, scale: Tensor | None = None, copies: int = 1
 ) -> Tensor:
-    """Compute y = patches(s x) W^T + bias + positions, (copies * B, N, D) in W's dtype: B samples' tokens, repeated.
+    """Compute y = patches(s x) W^T + bias + positions, (copies * B, N, D) in W's dtype.
 
     The kernel rounds patches to W's dtype. Sums are fp32 and rounded once. Both halves of a guided batch start with
-    the same tokens. So the kernel computes the tokens once and writes them twice.
+    equal tokens, so with ``copies`` 2 the kernel computes the B samples' tokens once and writes them twice.
 
     Args:
         x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous: the sampler's state. Sides are divisible by the patch's.
@@ -146,16 +146,16 @@ def _gather_rows_kernel(table_ptr, rows_ptr, out_ptr, columns, stride, WIDTH: tl
 
 
 def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Look up the step's row in two tables for each sample, and add 1 to ``step``. Samples may be at different steps.
+    """Look up each sample's step in two tables, and add 1 to ``step``. Samples may be at different steps.
 
     Args:
         step: (B,) int64.
-        rows: (halves, B) int64, contiguous: each sample's row number at step 0 in a table. The number grows by
+        rows: (halves, B) int64, contiguous: each sample's row number in the first table at step 0. The number grows by
             ``stride`` in each step.
         numbers: (steps, K) fp32, K values for each step.
 
     Returns:
-        (halves * B,) int64: each sample's row number in the table at its step.
+        (halves * B,) int64: each sample's row number in the first table.
         (B, K) fp32: each sample's row of ``numbers``.
         (B,) int64: step * B + b, the row of sample b in a table of all steps and samples.
     """

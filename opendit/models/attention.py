@@ -42,15 +42,15 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """Positions of a sequence's tokens, and the division of the sequence over ranks, segments and streams.
+    """The tokens of a sequence: their positions, and the sequence's division over ranks, segments and streams.
 
     Attributes:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
-        rotary: Rotations, fp32: ([B,] N, d / 2, 2) if all heads share them, otherwise (N, D / 2, 2). If ranks divide
-            the sequence, (N, D / 2, 2) covers only the tokens and heads that this rank projects.
+        rotary: Rotations, fp32: ([B,] N, d / 2, 2) if all heads share them. Otherwise (N, D / 2, 2) for the tokens and
+            heads that this rank projects.
         learned: Learned positions (1 or B, n, D) of this rank's tokens, if every block adds them.
         shards: Division of the sequence over ranks.
-        packed: Segments of a pack. If ranks divide the pack, only those in this rank's range of tokens.
+        packed: Segments of a pack, or the segments in this rank's range of tokens.
         streams: Each stream's token count. Except in packs, the sequence holds one stream after another.
         keys: Mask (B, N) bool, True for tokens to attend to; None for all tokens.
         interleaved: Order of the tokens in a pack with several streams; None otherwise.
@@ -390,7 +390,7 @@ class AxialAttention(Attention):
         normalised: bool = False,
     ) -> Tensor:
         frames = grid.sizes[0]
-        # dimension of (B, H, T, S, d) that indexes the groups of tokens that attend to each other, and its size
+        # the dimension of (B, H, T, S, d) that becomes part of the batch, and its size
         dim, count = (2, frames) if self.axis else (3, q.shape[2] // frames)
         parts = self.prepare(q, k, v, grid, ops, normalised)
         lines = (x.unflatten(2, (frames, -1)).movedim(dim, 1).flatten(0, 1) for x in parts)
@@ -417,8 +417,8 @@ def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v for q (B, H, N, d) and k, v (B, H, M, d), over the keys with a True ``mask``
-    (B, M). Every sample needs at least one such key.
+    """Return softmax(q k^T / sqrt(d)) v over the keys with a True ``mask`` (B, M), at least one per sample. q is (B, H,
+    N, d); k and v are (B, H, M, d).
 
     The kernel broadcasts the mask (B, 1, 1, M). On a GPU, the memory-efficient kernel is preferred: flash attention
     does not support masks, and plain operations would keep N x M scores for the backward pass.

@@ -74,15 +74,15 @@ class Alignment(NamedTuple):
     weight: float
 
     def losses(self, projected: Tensor) -> Tensor:
-        """Return the weighted alignment term of each sample, (B,) fp32: the mean over tokens of 1 - cosine similarity
-        ([R] eq. 8, plus 1)."""
+        """Return each sample's weighted loss, (B,) fp32: the mean over tokens of 1 - cosine similarity ([R] eq. 8, plus
+        1)."""
         cosine = F.cosine_similarity(projected.float(), self.features.float(), dim=-1)
         return self.weight * (1 - cosine).mean(dim=1)
 
 
 def without_mean(features: Tensor) -> Tensor:
-    """Subtract the fraction ``CENTRED`` of the mean over tokens from features (B, N, width), and divide by the standard
-    deviation over tokens ([I] sec. 4)."""
+    """Normalise features (B, N, width) over the tokens: subtract ``CENTRED`` times the mean, then divide by the
+    standard deviation ([I] sec. 4)."""
     centred = features - CENTRED * features.mean(dim=1, keepdim=True)
     return centred / (centred.std(dim=1, keepdim=True) + 1e-6)
 
@@ -113,9 +113,9 @@ def run_tapped(
 
 
 class Uncertainty(nn.Module):
-    """The learned function u of the time, (B,) to (B,) fp32: a linear layer on sinusoids of the time, as in [E]. A loss
-    L(t) becomes L(t) / exp(u(t)) + u(t) ([K]). The expectation is smallest at u(t) = log E[L(t)]. There, the
-    expectation of L(t) / exp(u(t)) is 1 at every time t, so all times count equally."""
+    """The learned uncertainty u(t) of a loss L(t), (B,) to (B,) fp32: a linear layer on sinusoids of t ([E]). Training
+    minimises L(t) / exp(u(t)) + u(t) ([K]). At the minimum, exp(u(t)) is the mean of L(t), so all times count
+    equally."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ def weighted(losses: Tensor, u: Tensor) -> Tensor:
 
 
 class Fusion(nn.Module):
-    """[S] eq. 5: a linear projection of each token's features after a route, concatenated with those before it."""
+    """Linear projection of each token's features after and before a route, concatenated ([S] eq. 5)."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -218,8 +218,8 @@ def run_routed(
 def run_on_kept(
     run: Callable[..., Tensor], x: Tensor, grid: TokenGrid | None, kept: Tensor | None, fusion: Fusion | None = None
 ) -> Tensor:
-    """Apply ``run`` to the tokens ``kept`` of x (B, N, D) and put the results in their places; return this rank's
-    tokens. Skipped tokens stay, or become mask tokens if there is a ``fusion``. Arguments: see :func:`run_routed`."""
+    """Apply ``run`` to the tokens ``kept`` of x (B, N, D) and return all of this rank's tokens. Skipped tokens stay
+    unchanged, or become mask tokens if there is a ``fusion``. Arguments: see :func:`run_routed`."""
     if kept is None:
         return run(x, grid=grid)
     index = kept.unsqueeze(-1).expand(-1, -1, x.shape[-1])

@@ -192,11 +192,11 @@ class BlockSpec:
 
 
 class ResidualStream:
-    """The residual stream x (B, N, D) of a block, or of an uncut stack of blocks (see :func:`is_cut`). The last
-    branch's output is added to x only when x is read.
+    """The residual stream x (B, N, D) of a block or of an uncut stack (see :func:`is_cut`). A branch's output is added
+    when x is read, so that a fused operation can compute the sum and the next norm in one pass.
 
-    A fused operation can then compute the sum and the next norm in one pass. Callers must keep no references to x and
-    to branch outputs, so that their memory is freed early. rows: see :func:`of_rows`. stack: False for a single block.
+    Callers must not keep references to x and branch outputs, so that their memory is freed early. rows: see
+    :func:`of_rows`. stack: False for a single block.
     """
 
     def __init__(self, x: Tensor, rows: tuple[Tensor, ...] = (), stack: bool = False):
@@ -271,8 +271,8 @@ class Block(nn.Module):
     """A Transformer block that maps x (B, N, D) to (B, N, D), built from any specification.
 
     Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So FSDP2 shard units,
-    pipeline stages, checkpoints and compiled regions can begin at any block. An FSDP2 shard unit has weights only
-    during a call, and computes the modulation in the call: ``block(x, (c, shared), ...)``.
+    pipeline stages, checkpoints and compiled regions can begin at any block. A shard unit has weights only during a
+    call, and computes the modulation in the call: ``block(x, (c, shared), ...)``.
     """
 
     mlp: Mlp
@@ -619,8 +619,8 @@ class FinalLayer(nn.Module):
     """adaLN and a linear layer that maps each token to its patch: (B, N, D) to (B, N, out_features).
 
     values: names of the modulation's vectors, in order; without "shift" the shift is 0. table: True if the modulation
-    is c plus a learned table. condition: width of c; None for D. rank: rank of this layer's correction of the blocks'
-    shared modulation; None for a separate full-rank modulation.
+    is c plus a learned table. condition: width of c; None for D. rank: rank of the correction to the blocks' shared
+    modulation; None for a separate full-rank modulation.
     """
 
     def __init__(
@@ -648,8 +648,8 @@ class FinalLayer(nn.Module):
         return self.adaLN_modulation(c, shared)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
-        """Return the values of the patches for x (B, N, D) and the result m of :meth:`modulate`. of_rows: for packs,
-        the result of the function :func:`of_rows`."""
+        """Return the patches' values (B, N, out_features) for x (B, N, D). m: the result of :meth:`modulate`. of_rows:
+        the result of :func:`of_rows`."""
         found = dict(zip(self.values, m.chunk(len(self.values), dim=1), strict=True))
         shift = found["shift"] if "shift" in found else torch.zeros_like(found["scale"])
         return self.linear(self.ops.layernorm_modulate(x, shift, found["scale"], *of_rows))

@@ -166,9 +166,9 @@ class CaptionEmbedder(nn.Module):
 
 # ------------------------------------------------------------------------------------------ conditioning frames
 #
-# --given_frames: the network's input is x_t ++ mask ++ given (++ concatenates channels). x_t: noisy latents (C
-# channels). mask: 1 in conditioning frames, 0 elsewhere (1 channel). given: latents of the conditioning frames, 0
-# elsewhere (C channels).
+# --given_frames: the network's input is x_t ++ mask ++ given, concatenated along the channels. x_t: noisy latents, C
+# channels. mask: 1 in conditioning frames, 0 elsewhere, one channel. given: clean latents in conditioning frames, 0
+# elsewhere, C channels.
 #
 # Models with conditioning frames *in place* (Wan 2.2 TI2V) embed only C channels: the clean latents replace the noisy
 # ones in conditioning frames, and the time of these tokens is 0. The loss excludes conditioning frames.
@@ -196,8 +196,8 @@ def with_given(x: Tensor, given: Tensor | None) -> Tensor:
 
 
 def in_place(x: Tensor, channels: int) -> Tensor:
-    """Replace x by the given latents in conditioning frames: x ++ mask ++ given (B, 1 + 2 C, T, H, W) becomes (B, C, T,
-    H, W). C is ``channels``."""
+    """Replace the latents of conditioning frames by clean ones: x ++ mask ++ given (B, 1 + 2 C, T, H, W) becomes (B, C,
+    T, H, W). channels: C."""
     x, mask, given = x.split([channels, 1, channels], dim=1)
     return torch.where(mask > 0, given, x)
 
@@ -218,8 +218,8 @@ def give_beside(latents: Tensor) -> Tensor:
 
 
 def beside(x: Tensor, channels: int, given: int) -> Tensor:
-    """Repeat the mask in x ++ mask ++ latents (B, 1 + 2 C, T, H, W), so that ``given`` channels follow the noisy ones.
-    C is ``channels``. Raises ValueError if x has only the noisy channels."""
+    """Repeat the mask in x ++ mask ++ latents (B, 1 + 2 C, T, H, W), so that the result has C + ``given`` channels.
+    channels: C. Raises ValueError if x has only C channels."""
     if x.shape[1] == channels:
         raise ValueError("a model of image to video is given the first frame of every clip")
     x, mask, latents = x.split([channels, 1, channels], dim=1)
@@ -227,8 +227,8 @@ def beside(x: Tensor, channels: int, given: int) -> Tensor:
 
 
 def times_of_frames(t: Tensor, given: Tensor) -> Tensor:
-    """Return the times (B, T) of frames: 0 for conditioning frames, and the sample's time t (B,) for other frames.
-    given: the result of :func:`give`."""
+    """Return each frame's time, (B, T): 0 for conditioning frames, otherwise the sample's time t (B,). given: the
+    result of :func:`give`."""
     return t[:, None] * (1 - given[:, 0, :, 0, 0])
 
 

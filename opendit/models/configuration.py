@@ -15,7 +15,7 @@ from opendit.models.conditioning import TextConfig, bytes_parameters, given_chan
 from opendit.models.layers import TIME_FREQUENCIES, Options
 from opendit.models.positions import rotary_shares
 
-# The newest revision of models. A configuration describes different models in different revisions:
+# The newest revision of models. The same configuration describes a different model in each revision:
 #   1  With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
 #      before the first block. Files without a revision have revision 1.
 #   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
@@ -29,9 +29,8 @@ EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """The configuration of a DiT, with all settings that are needed to build the model. Subclasses for other
-    architectures add fields. The model is conditioned on ``num_classes`` labels, or on captions if ``text`` is set
-    (then num_classes is None)."""
+    """All settings needed to build a DiT. Subclasses for other architectures add fields. The model is conditioned on
+    ``num_classes`` labels, or on captions if ``text`` is set (num_classes is then None)."""
 
     kind: ClassVar[str] = "dit"
     axial_attention: ClassVar[bool] = False  # True if blocks attend along the grid's axes
@@ -61,10 +60,10 @@ class DiTConfig:
     norm: str = "layer"  # layer or rms: the norm before every branch of a block
     mlp: str = "gelu"  # gelu or swiglu
     alignment: AlignmentConfig | None = None  # representation alignment (--repa)
-    # width to which patches are projected before the projection to the tokens' width; None: a single projection
+    # width between a patch's two projections; None: a single projection
     patch_bottleneck: int | None = None
-    uncertainty: bool = False  # True if each time's weight in the loss is learned; see opendit.models.auxiliary
-    sprint: tuple[int, int] | None = None  # fused route: its first block, and the first block after it
+    uncertainty: bool = False  # True if the weight of each time in the loss is learned; see opendit.models.auxiliary
+    sprint: tuple[int, int] | None = None  # fused route: its first block, and the first block after the route
 
     @property
     def options(self) -> Options:
@@ -93,8 +92,8 @@ class DiTConfig:
 
     @property
     def in_operations(self) -> bool:
-        """True if FP8 and --recompute support the block: LayerNorm, GELU, and one head of keys and values for each
-        query head. Cross-attention does not matter."""
+        """True if FP8 and --recompute support the block: LayerNorm, GELU, and as many heads of keys and values as of
+        queries."""
         spec = self.block
         return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
 
@@ -162,8 +161,8 @@ class DiTConfig:
 
     @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Fixed position tables: buffer name -> (table width, sides of the grid). Tables are always computed; a file's
-        tensors with these names are unused. ``pos_embed`` is Meta's name."""
+        """Fixed position tables: buffer name -> (table width, sides of the grid). Tables are always computed; tables in
+        weight files are ignored. ``pos_embed`` is Meta's name."""
         tables: dict[str, tuple[int, tuple[int, ...]]] = {}
         if self.positions == "sincos":
             tables["pos_embed"] = self.hidden_size, self.grid[-2:]
@@ -215,9 +214,8 @@ class DiTConfig:
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the kind as a dictionary for JSON. ``norm`` and ``mlp`` with the architecture's default
-        values are left out, and fields in LATER that are not set, so that earlier versions of OpenDiT can read the
-        dictionary."""
+        """Return the fields and the kind as a dictionary for JSON. Default values of ``norm`` and ``mlp`` and unset
+        fields in LATER are left out, so that earlier versions of OpenDiT can read the dictionary."""
         values = {"kind": self.kind, **asdict(self)}
         values = {key: value for key, value in values.items() if key not in LATER or value}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}

@@ -1,5 +1,5 @@
-"""DiT: a Transformer that denoises latent patches, conditioned on timestep and class or caption with adaLN-Zero
-(Peebles & Xie, "Scalable Diffusion Models with Transformers", ICCV 2023).
+"""DiT: a Transformer that denoises latent patches (Peebles & Xie, "Scalable Diffusion Models with Transformers", ICCV
+2023). adaLN-Zero conditions the blocks on the timestep and on a class or caption.
 
 Parameters have the names in Meta's release, so that Meta's checkpoints load strictly.
 """
@@ -77,7 +77,7 @@ class DiT(nn.Module):
         self.modulate_in_blocks = False
         # Function from (number of tokens, sizes of their grid) to the sequence's division over ranks; None: one rank.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
-        # The route: its first block, and the first block after it. Its blocks process only the tokens ``kept``.
+        # First block of the route, and first block after the route. The route's blocks process only ``kept`` tokens.
         self.route: tuple[int, int] | None = config.sprint
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
@@ -96,8 +96,8 @@ class DiT(nn.Module):
         """Map patterns of parameter names to the distributions of initial values. Each name matches one pattern.
 
         This is Meta's initialisation: N(0, 0.02^2) for embedders, zero for modulation and output, and Xavier for the
-        rest. Cross-attention without a gate begins with a zero output projection. With a (zero) gate the projection
-        must be nonzero, otherwise the gate would get no gradient.
+        rest. Cross-attention without a gate begins with a zero output projection. If the gate and the projection were
+        both zero, neither would get a gradient.
         """
         xavier, embedder, zero, one = XavierUniform(), Normal(0.02), Constant(0), Constant(1)
         full = self.config.adaln_lora is None
@@ -143,9 +143,9 @@ class DiT(nn.Module):
         varlen: Varlen | None = None,
         sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
-        """Replace torch expressions by kernels or by a parallel strategy; return self. With ``sequence`` several ranks
-        divide each sample's tokens. All call the model with equal arguments and get the complete output. A rank's
-        gradients come only from this rank's tokens, times the number of ranks."""
+        """Replace torch expressions by kernels or by a parallel strategy; return self. With ``sequence``, ranks divide
+        each sample's tokens. All ranks pass equal arguments and get the complete output. A rank's gradients cover only
+        the rank's tokens and are multiplied by the number of ranks."""
         self.sequence = sequence
         for part in (self, *self.blocks, self.final_layer):
             part.ops = ops or BlockOps()
@@ -222,8 +222,8 @@ class DiT(nn.Module):
         x: Tensor,
         take: Callable[[Tensor], None],
     ) -> Callable[..., Tensor]:
-        """Return the function that runs the blocks on the tokens of x, with the signature of ``run_blocks``. take:
-        Called with the projected tokens if ``aligned``. Other arguments: see :meth:`forward`."""
+        """Return a function with the signature of ``run_blocks`` for these arguments of :meth:`forward`. take: called
+        with the projected tokens if ``aligned``."""
         route = self.route if kept is not None or self.fusion is not None else None
         routed = partial(run_routed, kept=kept, fusion=self.fusion, dropped=dropped)
         if not aligned:
@@ -258,9 +258,9 @@ class DiT(nn.Module):
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
-        """Yield the modulations of ``blocks`` (None: all), then of the final layer, for the condition c (B, D). Each is
-        computed when the iterator reaches it. With ``modulate_in_blocks``, blocks get the pair (c, shared). ``first``:
-        True if the blocks begin with the model's first block; subclasses may have refiner blocks before it."""
+        """Yield each block's modulation, then the final layer's, for the condition c (B, D). Modulations are computed
+        on demand. With ``modulate_in_blocks``, a block gets the pair (c, shared). blocks: None for all. first: True if
+        the blocks begin with the model's first block. Subclasses then also yield their refiners' modulations."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         for block in self.blocks if blocks is None else blocks:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
@@ -274,8 +274,8 @@ class DiT(nn.Module):
         positions: Tensor | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute the result of :meth:`forward` for x. modulations, positions: results of the methods of these names.
-        context: from :meth:`condition` or :meth:`contexts`. run: runs the blocks, like ``run_blocks``."""
+        """Compute the result of :meth:`forward` for x. modulations, positions: results of the methods with these names.
+        context: from :meth:`condition` or :meth:`contexts`. run: function with the signature of ``run_blocks``."""
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
             return self._predict(x, modulations, context, positions, run)
@@ -347,8 +347,8 @@ class DiT(nn.Module):
         return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
     def fill_tables(self, device: torch.device | None = None) -> None:
-        """Compute the fixed position tables (1, N, D) on ``device`` (None: where they are). Call this after building a
-        model on the meta device, and after loading a state dict (it may contain other tables)."""
+        """Compute the fixed position tables (1, N, D) on ``device``, or on their present device for None. Call this
+        after building a model on the meta device, and after loading a state dict, because its tables may differ."""
         for name, (dim, sizes) in self.config.tables.items():
             module, _, attribute = name.rpartition(".")
             owner = self.get_submodule(module)

@@ -17,8 +17,8 @@ from opendit.models.layers import Mlp
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block's MLP. count: their number. hidden: width of their hidden layers. capacity: average number
-    of experts per token."""
+    """The experts of a block's MLP. count: number of experts. hidden: width of their hidden layers. capacity: average
+    number of experts per token."""
 
     count: int
     hidden: int
@@ -26,13 +26,13 @@ class Experts:
 
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
-    """Return the number of a sample's tokens that each expert chooses: ceil(capacity * tokens / experts), but at most
-    all tokens. The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, but float arithmetic gives 12."""
+    """Return how many of a sample's ``tokens`` each expert chooses: ceil(capacity * tokens / experts), at most all.
+    Capacity is an exact decimal: 1.1 * 100 / 10 gives 11, but float arithmetic would give 12."""
     return _places(tokens, experts, *_ratio(capacity))
 
 
 def _ratio(capacity: float) -> tuple[int, int]:
-    """Return numerator and denominator of the shortest decimal number that converts to this float."""
+    """Return numerator and denominator of the shortest decimal number that rounds to this float."""
     return Fraction(repr(float(capacity))).as_integer_ratio()
 
 
@@ -78,7 +78,7 @@ class ExpertMlp(Mlp):
         return torch.bmm(F.gelu(torch.bmm(taken, fc1), approximate="tanh"), fc2)
 
     def routed(self, y: Tensor) -> Tensor:
-        """Return the sum over this rank's experts of the weighted outputs for y's tokens, (B, N, D)."""
+        """Return the weighted outputs of this rank's experts for y's tokens, summed over the experts, (B, N, D)."""
         B, N, _ = y.shape
         weight, token = self.choose(self.affinities(y)[..., self.held])
         row = rows_by_expert(token, N)

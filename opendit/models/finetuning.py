@@ -1,4 +1,4 @@
-"""Fine-tuning: LoRA, and starting from another model's weights.
+"""Fine-tuning: LoRA, and training that begins with another model's weights.
 
 LoRA is y = W x + (alpha / rank) B A x with W frozen, for the linear layers of attention and MLPs (Hu et al., "LoRA:
 Low-Rank Adaptation of Large Language Models", 2021). :class:`opendit.models.layers.Projection` adds the LoRA term in
@@ -127,8 +127,8 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 
 def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
-    """Return the layer as a Projection. Other layers are replaced in the model by a Projection with the layer's
-    parameters."""
+    """Return the layer as a Projection. A layer of another class is first replaced in the model by a Projection with
+    the same parameters."""
     if isinstance(layer, Projection):
         return layer
     with on_meta():
@@ -175,8 +175,8 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 @dataclass
 class Adaptation:
     """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements. reused,
-    resized, new: the model's parameters. recomputed: the model's buffers. left_out: the file's unused tensors. stored:
-    each reused tensor's name in the file. why, made: explanation and value of each resized tensor."""
+    resized, new: the model's parameters. recomputed: the model's buffers. left_out: unused tensors in the file. stored:
+    name in the file for each reused tensor. why, made: explanation and value for each resized tensor."""
 
     reused: dict[str, int] = field(default_factory=dict)
     resized: dict[str, int] = field(default_factory=dict)

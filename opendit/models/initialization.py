@@ -1,13 +1,13 @@
-"""Initial values of parameters, keyed by name and position. Any slice of a parameter can be computed separately.
+"""Initial values of parameters. Any slice of a parameter can be computed separately.
 
 An element's initial value depends only on the seed, the parameter's canonical name (in checkpoints) and the element's
 index in the flattened canonical tensor. So each rank draws its slices without communication, with the values of a
 single process. Each architecture maps patterns of parameter names to distributions (``DiT.initial_distributions``).
 
 The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which can
-compute any word of a key's stream separately. The key is a hash of seed and name. NumPy draws the words, because NumPy
-guarantees that they stay stable (but not distributions). Words are drawn on the CPU, in threads, so that all devices
-get equal bits. One thread draws 346 million uniform numbers per second, PyTorch's ``Tensor.uniform_`` 288 million.
+compute any word of a key's stream separately. The key is a hash of seed and name. NumPy draws the words, because it
+guarantees stable bit streams (but not stable distributions). Words are drawn on the CPU, in threads, so that all
+devices get equal bits.
 """
 
 import functools
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without what wrappers such as LoRA and torch.compile insert."""
+    """Remove the parts of a parameter's name that wrappers such as LoRA and torch.compile insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -46,7 +46,7 @@ def _expression(pattern: str) -> re.Pattern:
 
 def value_of(name: str, by_pattern: Mapping[str, Value], of: str) -> Value:
     """Return the value for the pattern that matches a parameter's name. Raises ValueError unless exactly one pattern
-    matches. of: what the message calls the patterns."""
+    matches. of: the patterns' name in the message."""
     found = [pattern for pattern in by_pattern if fits(pattern, name)]
     if len(found) != 1:
         raise ValueError(f"parameter {name}: one pattern of {of} has to fit it, not {len(found)} {found}")
@@ -120,7 +120,7 @@ class FanInUniform(Uniform):
 
 # Every drawn range begins and ends at a multiple of GRID. Otherwise an element's rounding could depend on the range.
 GRID = 1 << 12
-# number of elements that a thread draws at a time, in 3 ms, of which it holds Python's global lock for about 30 us
+# number of elements that a thread draws at a time: in 3 ms, holding Python's global lock for about 30 us
 CHUNK = 1 << 20
 MAX_THREADS = 16
 BLOCK = 4  # 64-bit words per value of the Philox counter
@@ -189,8 +189,8 @@ def distribution_of(model: nn.Module, name: str) -> Distribution:
 
 
 def initial_attention(name: str, output: Distribution | None = None) -> dict[str, Distribution]:
-    """Return the initial distributions of a self-attention (qkv) or cross-attention (q, kv) called ``name``. output:
-    distribution of the output projection's weight; None for Xavier."""
+    """Return the initial distributions of the attention called ``name``: self-attention (qkv) or cross-attention (q,
+    kv). output: distribution of the output projection's weight; None for Xavier."""
     inputs = {f"{name}.{layer}.weight": XavierUniform() for layer in ("qkv", "q", "kv")}
     norms = {f"{name}.{norm}.weight": Constant(1) for norm in ("q_norm", "k_norm")}
     return {**inputs, **norms, f"{name}.proj.weight": output or XavierUniform()}

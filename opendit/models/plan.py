@@ -140,7 +140,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """One part of the memory that a block keeps for its backward pass."""
+    """A term of the memory that a block keeps for its backward pass."""
 
     part: str
     kept: Callable[[OwnConfig, Execution], Kept]
@@ -148,9 +148,9 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class FlopTerm:
-    """FLOPs of one part's matrix products in a sample's forward pass (2 per multiply-add). place: "block" if every
-    block has the part; otherwise the pipeline stages ("first", "last" or "every") that compute it once. keys: for
-    attention, the number of tokens that each query attends to. Kernel speed depends on it."""
+    """FLOPs of a layer's matrix products, per sample and forward pass (2 per multiply-add). place: "block" for a layer
+    in every block. Other layers are computed once, by the pipeline stages "first", "last" or "every". keys: for
+    attention, the number of keys per query; kernel speed depends on this number."""
 
     part: str
     flops: Callable[[OwnConfig], int]
@@ -325,9 +325,8 @@ def _input(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _norms(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of norms and modulations: their outputs. Without fusion, a LayerNorm also keeps its output, and
-    an RMSNorm its output and x / rms. With recomputation only statistics are kept. Statistics are counted for two
-    norms."""
+    """Return the memory of modulated norms. Each norm keeps its modulated output. Without fusion, LayerNorm also keeps
+    its output before modulation, and RMSNorm keeps two such tensors. With recomputation only statistics are kept."""
     count = sum(branch.modulated for branch in config.branches)
     if execution.recompute != "none":
         return Kept(statistics=4)
@@ -347,9 +346,8 @@ def _float8_weights(execution: Execution, count: int) -> int:
 def _attention(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of self-attention: q, k, v, its output, the projected output, and the sum with x.
 
-    With sequence parallelism, shared keys and values are kept for every head, because ranks copy them before the
-    exchange. In FP8 the attention output is kept in both precisions. One log-sum-exp per query and head is counted, for
-    one attention.
+    With sequence parallelism, shared keys and values are copied for every head and kept. In FP8 the attention output is
+    kept in both precisions. Only one attention's log-sum-exp is counted.
     """
     keys = config.key_value_width / config.hidden_size
     copied = keys == 1 or execution.sequence_parallel > 1
@@ -365,11 +363,9 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of self-attention along time.
-
-    It is the memory of :func:`_attention` plus copies in another token order: the attention output for the projection,
-    and rotated queries and keys. Normalised queries and keys are also kept, unless one kernel normalises and
-    rotates."""
+    """Return the memory of self-attention along time. It is the memory of :func:`_attention` plus copies in another
+    token order: attention output, rotated queries, and rotated keys. Normalised queries and keys are also kept, unless
+    one kernel normalises and rotates."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
@@ -380,9 +376,9 @@ def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of cross-attention: q, k, v, the attention output, and tensors outside of the attention. With a
-    gate, these are the input and the projected output (and FP8 keeps the projection's weight in float8). Without a
-    gate, they are the input and the norm's output (with a copy under autocast); an RMSNorm keeps both its products.
+    """Return the memory of cross-attention: q, k, v, the attention output, and two or three more tensors. With a gate,
+    these are the input and the projected output. Without a gate, these are the input and the norm's output, plus a copy
+    under autocast or an RMSNorm's second product. FP8 with a gate also keeps the projection's weight in float8.
     """
     if not config.cross_attention:
         return Kept()
@@ -406,8 +402,8 @@ def _mlp(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _experts(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the experts: their sum, and for every (token, expert) pair the expert's input, output, and
-    hidden layer before and after GELU."""
+    """Return the memory of the experts: the sum of their outputs, and for every (token, expert) pair the expert's
+    input, output, and hidden layer before and after GELU."""
     experts = config.block.experts
     if experts is None:
         return Kept()

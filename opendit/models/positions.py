@@ -152,7 +152,7 @@ class _AddTable(torch.autograd.Function):
 
 def add_table(x: Tensor, table: Tensor) -> Tensor:
     """Return x (B, N, D) plus a constant fp32 table (1, N, D) or (N, D). The sum is computed in fp32 and rounded to x's
-    dtype once, but without an fp32 tensor of x's size."""
+    dtype once, without allocating an fp32 tensor."""
     return _AddTable.apply(x, table)
 
 

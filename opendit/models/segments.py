@@ -128,8 +128,8 @@ class PlacedSegments:
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
-        """Return the offsets of ``count`` segments from number ``segment`` on, and the last segment's end: (count + 1,)
-        int32. The first offset is 0."""
+        """Return the offsets of ``count`` segments, starting with number ``segment``, and the last segment's end:
+        (count + 1,) int32. The first offset is 0."""
         made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer asks for these offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]

@@ -1,8 +1,8 @@
 """The architectures besides DiT: vDiT (clips), ST-DiT (attention along axes), MovieGen (Llama's blocks), EC-DiT
 (experts).
 
-To add an architecture, write its configuration and its network. Then add a row to ``CLASSES`` in opendit/models/zoo.py
-and one to ``KINDS`` in opendit/config/architectures.py.
+To add an architecture, write a configuration and a network, and add a row to ``CLASSES`` in opendit/models/zoo.py and
+to ``KINDS`` in opendit/config/architectures.py.
 """
 
 from dataclasses import dataclass, replace

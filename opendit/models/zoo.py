@@ -65,7 +65,7 @@ def model_config(
     revision: int | None = None,
     **options: Any,
 ) -> DiTConfig:
-    """Return the configuration of a named model for latents of ``input_size`` and, for clips, ``frames`` frames.
+    """Return a named model's configuration, for latents (height, width) of ``input_size``. frames: None for pictures.
 
     num_classes or text is required. learn_sigma: True to also predict a variance, in ``in_channels`` more channels.
     revision: the revision of the weights to load; None for the newest. **options: further fields of the configuration
@@ -133,8 +133,8 @@ def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
 
 
 def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
-    """Convert a configuration of the model ``name`` from the newest revision to another. Return it unchanged if the
-    model does not differ between revisions."""
+    """Convert the model ``name``'s configuration from the newest revision to another. Return it unchanged if all
+    revisions are equal."""
     if not config.depends_on_revision:
         return config
     kind_name, size, _ = parse_name(name)
@@ -175,7 +175,7 @@ def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
 
 
 def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
-    """Return the shapes of a model's parameters and buffers, without allocating these. Raises ValueError for a
+    """Return the shapes of a model's parameters and buffers, without allocating memory. Raises ValueError for a
     configuration that can't be built."""
     parameters, buffers = _model_shapes(config)
     return dict(parameters), dict(buffers)

@@ -267,12 +267,12 @@ class Family:
             scheduler.
         constants: Names of published tensors that are not weights. OpenDiT computes them and exports them unchanged.
         image_size: Default side in pixels, or (height, width).
-        frames: Default number of frames; None for pictures.
+        license: License of the published weights, as the hub spells it.
         license: License of the published weights, in the hub's spelling.
         original: Name of a layer in the authors' code -> the published layers that it joins (rows). LoRA files of
             ComfyUI and kohya's trainers use the authors' names. ``*`` stands for a block's number. Layers that are
             missing here have the published name in both.
-        exchanged: The layers of ``original`` with their two halves of rows swapped.
+        exchanged: Layers of ``original`` with swapped halves of rows.
         comfyui: Naming scheme of ComfyUI's LoRA files: "original", or "published" with separate q, k and v.
         loadable: Formats of LoRA files that ``load_lora_weights`` of diffusers' pipeline reads.
         architecture: Name of the model in the metadata of a LoRA file.

@@ -562,8 +562,8 @@ class JointPack:
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:
-    """Return a caption's tokens and mask from a context, a list of contexts, or an object with a method ``of`` that
-    returns a slice's context."""
+    """Return a caption's tokens and mask. context: a context, a list of contexts, or an object with a method ``of``
+    that returns a slice's context."""
     if isinstance(context, list):
         context = context[0]
     return context if isinstance(context, tuple) else context.of(slice(0, 1))

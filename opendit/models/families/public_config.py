@@ -126,8 +126,8 @@ class PublicConfig(DiTConfig):
         if recompute not in ("none", BUT_ATTENTION) and not self.recompute:
             fix = f"use {BUT_ATTENTION} or --grad_checkpoint"
             raise ValueError(f"--recompute {recompute}: does not work with {self.family} models; {fix}")
-        # The inherited check of FP8 requires all biases, but public models need them only before GELU. ``float8``
-        # checks those, so skip the inherited check if it is True.
+        # The inherited check for FP8 requires all biases. Public models need only the biases before GELU, which
+        # ``float8`` has checked.
         super().check_speed(fp8 and not self.float8, recompute)
 
     @property
@@ -204,8 +204,8 @@ def public_config(
     max_tokens: int | None = None,
     index: Mapping[str, Any] | None = None,
 ) -> PublicConfig:
-    """Return the configuration of a public model from the values of ``config.json`` and ``model_index.json`` (with
-    "expert", "high" or "low", to select one of two networks). input_size, max_tokens: None for the family's defaults.
+    """Return a public model's configuration. values: from ``config.json``. index: from ``model_index.json``, with
+    "expert" ("high" or "low") to select one of two networks. input_size, max_tokens: None for the family's defaults.
     Raises ValueError if the values do not belong to this family."""
     about, text = family_of(family), published(values)
     spec, variant = _spec_of(family, text), about.variant(index)
@@ -351,7 +351,7 @@ PICTURE_TOKENS = 257  # number of tokens of CLIP's vision encoder, ViT-H/14 at 2
 
 
 def _lengths(config: PublicConfig) -> tuple[int, int]:
-    """Return a sample's number of media tokens and of caption tokens, including learned padding."""
+    """Return a sample's numbers of media tokens and caption tokens, including learned padding."""
     spec, text = config.spec, config.text
     assert text is not None
     media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
@@ -368,8 +368,8 @@ def _streams(config: PublicConfig, block: BlockSpec) -> int:
 
 
 def _weights(block: BlockSpec) -> tuple[int, int, int]:
-    """Return the numbers of weights in self-attention, in the MLP, and in cross-attention (without the projection to
-    keys and values)."""
+    """Return the numbers of weights in self-attention, MLP, and cross-attention (without the projection to keys and
+    values)."""
     d, shared = block.width, (block.kv_heads or block.heads) * block.width // block.heads
     across = any(branch.sees == "caption" for branch in block.branches)
     return 2 * d * (d + shared), (1 + MLPS[block.mlp].branches) * d * block.mlp_hidden, 2 * d * d * across
@@ -445,10 +445,10 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     """Return the memory that a block keeps for the backward pass, averaged over the stack.
 
     A block keeps x, each branch's modulated norm, q, k and v before and after norm and rotation, attention's output,
-    fc1's output and activation, and the branches' outputs. Without fusion, it also keeps normalised outputs and the
-    tensors between norm and modulation and between norm and rotation. With two streams, it also keeps the joined q, k
-    and v. In FP8, inputs of linear layers take half the memory, but weights and attention's output are also kept in
-    FP8. Branch outputs are needed only for gradients of gates and of norms after a branch."""
+    fc1's output and activation, and the branches' outputs. Without fusion, it also keeps all tensors between norm,
+    modulation and rotation. With two streams, it also keeps the joined q, k and v. In FP8, inputs of linear layers take
+    half the memory, but weights and attention's output are also kept in FP8. Branch outputs are needed only for
+    gradients of gates and of norms after a branch."""
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
