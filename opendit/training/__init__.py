@@ -1,1 +1,1 @@
-"""A training run, from its checked flags to its last checkpoint."""
+"""A training run, from checked flags to the last checkpoint."""

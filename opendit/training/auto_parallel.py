@@ -1,7 +1,7 @@
 """Choose flags that fit the hardware: --parallel auto (the fastest step) and --card (LoRA within a GPU's memory).
 
-opendit/training/memory.py estimates the memory of each candidate, and opendit/training/step_cost.py its time. Each
-candidate must pass the checks of a run. Flags on the command line keep their values.
+Memory and time are estimated, not measured. Each candidate must pass the checks of a run. Flags on the command line
+keep their values.
 """
 
 import bisect
@@ -44,20 +44,20 @@ from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
 PLUGINS = ("zero2", "fsdp")  # other plugins are considered only if --plugin names them
 SHOWN = 5
-PARTS = 4  # blocks are moved to host memory in steps of 1 / PARTS of all blocks
-ONE_BYTE = {False: "int8", True: "fp8"}  # --fp8 -> --base_precision; int8 is more exact, FP8 products are faster
-BATCHES = 3  # number of micro-batch sizes to try, starting from the largest that fits in memory
-# Smallest relative gain in time that justifies another kind of parallelism. It accounts for waiting for slower ranks,
-# which the cost model does not include.
+PARTS = 4  # --offload is tried with each multiple of 1 / PARTS of the blocks
+ONE_BYTE = {False: "int8", True: "fp8"}  # --fp8 -> --base_precision: int8 is more exact, but FP8 products are faster
+BATCHES = 3  # micro-batch sizes to try, from the largest that fits down
+# Smallest relative gain in time for which one more kind of parallelism is used. The gain must make up for waiting for
+# slow ranks, because step_cost.py does not count such waits.
 MARGIN = 0.01
 
 
 def storages(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield pairs (storage of frozen blocks, --offload), the most exact and fastest first, the smallest last. The
-    storage "one" takes one byte per weight."""
+    """Yield pairs (storage of frozen blocks, --offload): exact and fast ones first, small ones last. The storage "one"
+    takes one byte per weight."""
     for base in ("bf16", "one", "nf4"):
         yield base, "none"
-        if base != "bf16":  # bf16 blocks are not moved: copying two bytes per weight takes twice as long
+        if base != "bf16":  # copying bf16 blocks from host memory would take twice as long
             yield from ((base, blocks) for blocks in parts_of_blocks(depth))
 
 
@@ -85,7 +85,7 @@ class Candidate:
 
     @property
     def product(self) -> tuple[Any, ...]:
-        """Return the settings that distinguish candidates in the report: sharding, offloading and parallel sizes."""
+        """Return the settings that identify a candidate in the report: plugin, sharding, offloading and sizes."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
         return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size, self.pipeline_parallel_size
 
@@ -96,13 +96,13 @@ class Candidate:
 
     @property
     def dimensions(self) -> int:
-        """Number of kinds of parallelism in use. Sharded data parallelism does not count, because every run has it."""
+        """Number of kinds of parallelism in use, besides sharded data parallelism."""
         return sum(size > 1 for size in self.product if isinstance(size, int))
 
     def dims(self, world: int) -> ParallelDims:
         """Return the sizes of the mesh for ``world`` ranks."""
         sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
-        # with tensor parallelism, the ranks that divide the layers also divide the experts, without "ep"
+        # tensor-parallel ranks also divide the experts, without "ep"
         if self.tensor_parallel_size == 1:
             sizes["ep"] = self.expert_parallel_size
         sizes["pp"] = self.pipeline_parallel_size
@@ -123,7 +123,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with estimates: bytes of memory per rank, a step's cost, and a step's samples."""
+    """A candidate with its estimates: bytes of memory per rank, cost and samples of a step."""
 
     candidate: Candidate
     setup: Setup
@@ -133,12 +133,12 @@ class Priced:
 
     @property
     def price(self) -> float:
-        """Return the seconds per sample, increased by ``MARGIN`` for each additional kind of parallelism in use."""
+        """Return the seconds per sample, plus ``MARGIN`` for each kind of parallelism in use."""
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
-        """Describe the largest of communication, recomputation, update, bubble and waiting for the host, and its
-        fraction of the time. If it is at most 0.5 %, return "products and attention alone"."""
+        """Name the largest cost besides products and attention, with its fraction of the time. Return "products and
+        attention alone" if that fraction is at most 0.5 %."""
         work, total = self.cost.work, self.cost.total
         found = {f"communication of {kind}": traffic.exposed for kind, traffic in self.cost.traffic.items()}
         found |= {
@@ -153,8 +153,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The hardware of a run: ``world`` ranks, ``node`` of them on each machine, each with ``capacity`` bytes of
-    memory."""
+    """A run's hardware: ``world`` ranks, ``node`` ranks per machine, and ``capacity`` bytes of memory per rank."""
 
     world: int
     node: int
@@ -179,12 +178,11 @@ class Search:
         self.least: tuple[float, Candidate] | None = None
 
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Return the values to try for a flag: the command line's value, or else ``others``."""
+        """Return the values to try for a flag: the command line's, or ``others`` if it is not set there."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def storages(self) -> list[tuple[str, str]]:
-        """Return the pairs (--base_precision, --offload) to try, the most exact and fastest first, the smallest last.
-        For full training, the last ones keep blocks and their state in host memory."""
+        """Return pairs (--base_precision, --offload) to try: exact and fast ones first, small ones last."""
         flags, depth = self.flags, self.config.depth
         found = [("bf16", offload) for offload in OFFLOADED]
         if flags.lora is None:
@@ -198,14 +196,14 @@ class Search:
         return list(dict.fromkeys(found))
 
     def forms(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> Iterator[Candidate]:
-        """Yield candidates without a micro-batch size. With ``pipelines``, yield pipelines with stages on different
-        machines, unless a flag sets the number of stages."""
+        """Yield candidates without a micro-batch size. With ``pipelines``, a pipeline's stages lie on different
+        machines, unless a flag sets their number."""
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
-        # groups of these flags may span machines, because the user set the flags
+        # the user may ask for groups that span machines
         given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given
         machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
         stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
@@ -225,7 +223,7 @@ class Search:
                         )  # fmt: skip
 
     def experts(self, form: Candidate) -> Sequence[int]:
-        """Return the values of --expert_parallel_size to try. Without the flag, groups don't span machines."""
+        """Return the values of --expert_parallel_size to try. Groups span machines only if the flag asks for it."""
         numbers = plan_of(self.config).divisible(self.config).get("ep")
         here = [1]
         if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
@@ -236,14 +234,13 @@ class Search:
         return self.options("expert_parallel_size", here)
 
     def levels(self) -> Iterator[tuple[str, bool]]:
-        """Yield pairs (--recompute, --grad_checkpoint), from no recomputation to recomputation of complete blocks."""
+        """Yield pairs (--recompute, --grad_checkpoint), from no recomputation to complete blocks."""
         for checkpoint in self.options("grad_checkpoint", (False, True)):
             for recompute in self.options("recompute", ("none",) if checkpoint else RECOMPUTE):
                 yield recompute, checkpoint
 
     def shards(self, plugin: str, sharing: int, sequence: int) -> Iterator[tuple[int, str]]:
-        """Yield the pairs (--data_parallel_replicate, --reshard) to try. Each copy of the model occupies complete
-        machines."""
+        """Yield pairs (--data_parallel_replicate, --reshard) to try. A copy of the model fills complete machines."""
         if plugin != "fsdp":
             yield self.flags.data_parallel_replicate, self.flags.reshard
             return
@@ -255,7 +252,7 @@ class Search:
                 yield replicate, reshard
 
     def batches(self, form: Candidate) -> Iterator[Candidate]:
-        """Yield ``form`` with each possible micro-batch size and number of micro-batches, the largest size first."""
+        """Yield ``form`` with each micro-batch size that divides a rank's samples, the largest first."""
         flags, ranks = self.flags, self.where.world // form.sharing
         samples = self.samples()
         if samples < ranks or (samples % ranks and "global_batch_size" in flags.given):
@@ -267,16 +264,15 @@ class Search:
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
 
     def samples(self) -> int:
-        """Return the number of samples in a step: --global_batch_size if set (and --grad_accumulation is not),
-        otherwise the samples of all micro-batches of all data-parallel ranks."""
+        """Return the number of samples in a step."""
         flags = self.flags
         if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
             return flags.global_batch_size
         return flags.batch_size * flags.grad_accumulation * (self.where.world // flags.sharing)
 
     def accepts(self, candidate: Candidate, open: Sequence[str] = ()) -> bool:
-        """Return True if the run would accept the candidate's flags unchanged, except for the flags named in ``open``.
-        Store the first error of a refused candidate in :attr:`refusal`."""
+        """Return True if the run would accept the candidate's flags unchanged, except those named in ``open``.
+        :attr:`refusal` keeps the first error."""
         try:
             settled, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
             plan_model(settled, self.dataset)
@@ -290,7 +286,7 @@ class Search:
         return all(getattr(settled, name) == value for name, value in asdict(candidate).items() if name not in open)
 
     def price(self, candidate: Candidate) -> Priced | None:
-        """Estimate a candidate's memory and time. Return None if it does not fit or is refused."""
+        """Estimate a candidate's memory and time. Return None if the candidate does not fit or is refused."""
         where, batch = self.where, candidate.batch_size
         setup = memory_setup(candidate.on(self.asked), where.world, self.encoders)
         setup = resolve_sharding(self.config, setup, batch, where.capacity)
@@ -321,12 +317,12 @@ class Search:
     def best(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> list[Priced]:
         """Return the best candidate for each :attr:`Candidate.product`, the fastest first."""
         found: dict[tuple[Any, ...], Priced] = {}
-        enough: dict[tuple[Any, ...], int] = {}  # product -> largest micro-batch size that fits with less recomputation
+        enough: dict[tuple[Any, ...], int] = {}  # product -> largest size that already fits with less recomputation
         for form in self.forms(offload, pipelines, base_precision):
             if not self.takes(form):
                 continue
             product = form.product
-            # In a pipeline, small micro-batches may be best, because they reduce the idle time (the bubble).
+            # In a pipeline, small micro-batches may be faster: they leave stages idle for less time.
             least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)
             larger = (one for one in self.batches(form) if one.batch_size > least)
             fitting = filter(None, map(self.price, larger))
@@ -337,8 +333,7 @@ class Search:
         return sorted(found.values(), key=lambda one: one.price)
 
     def takes(self, form: Candidate) -> bool:
-        """Return True if the run would accept ``form`` with some micro-batch. The result is cached for all values of
-        --data_parallel_replicate and --reshard."""
+        """Return True if the run would accept ``form`` with some micro-batch size."""
         plain = replace(form, data_parallel_replicate=self.flags.data_parallel_replicate, reshard=self.flags.reshard)
         if plain not in self.taken:
             self.taken[plain] = self.accepts(plain, open=("batch_size", "grad_accumulation"))
@@ -348,11 +343,10 @@ class Search:
 def choose(
     flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
 ) -> tuple[list[Priced], DiTConfig]:
-    """Return the best candidates, the fastest first, and the model's configuration. At most ``shown`` candidates are
-    returned, with different :attr:`Candidate.product`.
+    """Return the best candidates, the fastest first, and the model's configuration.
 
-    The values of :meth:`Search.storages` are tried in order until a candidate fits, each first without pipelines.
-    Raises ValueError with advice if no candidate fits or all are refused.
+    At most ``shown`` candidates are returned, each with another :attr:`Candidate.product`. Smaller storage, and then
+    pipelines, are tried only if nothing fits without. Raises ValueError with advice if nothing fits or all are refused.
     """
     search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
@@ -375,8 +369,8 @@ def choose(
 
 
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """Choose and print the best candidate on rank 0. Return its flags and mesh, or raise the error, on every rank. All
-    ranks must call this."""
+    """Choose and print a candidate on rank 0. Every rank returns its flags and mesh, or the error. All ranks must call
+    this."""
     found = None, None
     where, origin = circumstances(flags, mesh)
     if mesh.is_main:
@@ -393,10 +387,10 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
-    """Return the run's circumstances, and the source of the hardware's measurements. All ranks must call this.
+    """Return the run's hardware, and the source of its measurements. All ranks must call this.
 
-    The capacity is the smallest GPU's usable memory or, without GPUs, the least usable host memory per rank. Raises
-    ValueError if --hardware is wrong.
+    The capacity is the smallest GPU's usable memory or, without GPUs, a rank's share of the host's. Raises ValueError
+    for a wrong --hardware.
     """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
@@ -408,12 +402,12 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
 
 
 def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
-    """Open the data set. The flags are resolved first, because --pretrained may set the size of samples."""
+    """Open the data set. The flags are resolved first, because --pretrained may set the samples' size."""
     return open_data(flags.resolve(where.world, where.has_gpu)[0])
 
 
 def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:
-    """Return lines that list the best candidates, with their estimates and the largest cost that limits each."""
+    """Return lines that list the best candidates, their estimates, and the largest cost of each."""
     nodes = f", {where.node} a node" if where.world > where.node else ""
     lines = [
         f"--parallel auto: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "
@@ -430,14 +424,14 @@ def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin
 
 
 AUTO = "auto"
-RANKS = (16, 4)  # LoRA ranks to try, in this order; each LoRA weight takes 16 bytes in training
+RANKS = (16, 4)  # LoRA ranks to try, in this order
 CARD_BATCHES = (4, 2, 1)
 FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
 def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
-    """Return the hardware to plan for: a known card, ``hardware`` with ``card`` GiB or, for "auto", ``hardware``
-    itself. Raises ValueError for other words."""
+    """Return the hardware to plan for. ``card`` is a known card's name, GiB, or "auto" for ``hardware`` itself. Raises
+    ValueError for other words."""
     if card == AUTO:
         return hardware
     try:
@@ -452,12 +446,12 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
 
 
 def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) -> Iterator[dict[str, Any]]:
-    """Yield dictionaries flag -> value, the most exact and fastest first, those with the least memory last."""
+    """Yield dictionaries flag -> value: exact and fast ones first, small ones last."""
 
     def options(name: str, *others: Any) -> tuple[Any, ...]:
         return (getattr(flags, name),) if name in flags.given else others
 
-    # fsdp needs less memory than zero2, because it also shards the frozen weights
+    # fsdp needs less memory than zero2: it also shards the frozen weights
     plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))
     public, stored = isinstance(config, PublicConfig), [("bf16", flags.offload)]
     # only levels with a memory estimate
@@ -490,10 +484,8 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
 
 
 def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tuple[TrainConfig, list[str]]:
-    """Return the flags with the first fitting candidate's values, and lines that explain the choice.
-
-    Raises ValueError with advice if no candidate fits or the run refuses all.
-    """
+    """Return the flags with the first fitting candidate's values, and lines that explain the choice. Raises ValueError
+    with advice if no candidate fits or all are refused."""
     search = Search(flags, dataset, where)
     config = search.config
     refusal: ValueError | None = None
@@ -508,7 +500,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             refusal = refusal or error
             continue
         if any(getattr(settled, name) != candidate[name] for name in ("fp8", "recompute")):
-            continue  # the run would override this value of the candidate, and print a note
+            continue  # the run would override this value
         batch = samples_at_once(settled, config)
         setup = memory_setup(settled, where.world, search.encoders)
         setup = resolve_sharding(config, setup, batch, where.capacity)
@@ -551,8 +543,7 @@ def _memory(needs: Estimate, where: Circumstances) -> float:
 
 
 def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batch: int, where: Circumstances) -> int:
-    """Return the smallest number of recomputed blocks with which a step fits; all blocks if none does or the flags
-    leave no choice (blocks in host memory are always recomputed)."""
+    """Return the smallest number of recomputed blocks with which a step fits, or all blocks if there is no choice."""
     depth = config.depth
     chosen = (
         {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given
@@ -581,13 +572,12 @@ def _words(flags: TrainConfig) -> str:
     return " ".join([*found, f"--plugin {flags.plugin}"])
 
 
-# Errors of LoRA's gradients by storage format, measured by benchmarks/bench_base_precision.py on a small model
-# (docs/finetuning.md).
+# Relative errors of LoRA's gradients, measured by benchmarks/bench_base_precision.py on a small model.
 ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
 
 
 def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
-    """Yield a line for each loss of accuracy or time that the settings cause."""
+    """Yield a line for each loss of accuracy or time."""
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"
@@ -599,7 +589,7 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
 
 
 def fit_on_ranks(flags: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Choose and print the settings on rank 0. Return the flags, or raise the error, on every rank. All ranks must call
+    """Choose and print settings on rank 0. Every rank returns the flags or raises the error. All ranks must call
     this."""
     found = None, None
     where, _ = circumstances(flags, mesh)

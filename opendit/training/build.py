@@ -46,19 +46,19 @@ from opendit.training.validation import Validation
 logger = logging.getLogger(__name__)
 
 
-@collection_paused()  # as in train.py: an engine imports Colossal-AI or FSDP, and an optimizer imports torch._dynamo
+@collection_paused()  # an engine's imports would otherwise start slow collections
 def build_model_and_engine(run: Run) -> Engine:
     flags = run.flags
     torch.set_float32_matmul_precision("high")  # use TF32 for matrix products that stay in fp32 on a GPU
     mesh = run.mesh
     cut = flags.plugin == "fsdp" and mesh.dims.size("loss") > 1
-    # Allocate all parameters at once only if every rank holds the complete model in fp32. FSDP, tensor and pipeline
-    # parallelism divide the model, and LoRA does not keep its base weights in fp32.
+    # Allocate all parameters at once only if a rank holds the complete model in fp32. Parallelism other than data
+    # parallelism divides the model, and LoRA stores its base weights in other dtypes.
     at_once = not cut and mesh.tp_size * mesh.pp_size == 1 and run.lora is None
     with mesh.device:
         model = empty_model(run.model_config, parameters=at_once)
     initial = run.first_values(model)
-    # Cast frozen weights once. ddp instead casts the weights in every product.
+    # Cast frozen weights once. Not under ddp: its products cast them.
     if run.lora is not None and not cut and flags.plugin != "ddp":
         for parameter in model.parameters():
             if not parameter.requires_grad:
@@ -102,7 +102,7 @@ def build_model_and_engine(run: Run) -> Engine:
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if run.lora is not None and not cut and not recomputed and run.kernels.ops.float8:
-        keep_weights(model)  # needs no more memory: the backward pass needs all casts anyway
+        keep_weights(model)  # costs no memory: the backward pass needs all casts anyway
     return engine
 
 
@@ -159,8 +159,7 @@ def open_checkpoints(
     supervisor: Supervisor,
     evaluated: str | None = None,
 ) -> Checkpoints:
-    """Open the run's checkpoints. evaluated: identifier of the settings that determine the results of
-    --evaluate_every."""
+    """Open the run's checkpoints. ``evaluated`` identifies the settings of --evaluate_every."""
     engine, ema = networks[0].engine, networks[0].ema
     before = None if run.low is None else open_checkpoints(run.low, networks[1:], failures, supervisor)
     checkpoints = Checkpoints(
@@ -181,7 +180,7 @@ def open_checkpoints(
 
 
 def best_checkpoint(run: Run, evaluated: str | None) -> BestCheckpoint | None:
-    """Return the best checkpoint so far, for --ckpt_best; None without the flag and on ranks other than 0."""
+    """Return the best checkpoint so far, on rank 0 with --ckpt_best; otherwise None."""
     name = run.flags.ckpt_best
     if name is None or not run.mesh.is_main:
         return None
@@ -194,10 +193,8 @@ def best_checkpoint(run: Run, evaluated: str | None) -> BestCheckpoint | None:
 
 
 def sharded_checkpoints(run: Run, engine: Engine) -> bool:
-    """Return True, on every rank, if each rank writes its shards (--checkpoint_format).
-
-    "auto" means shards if the plugin prefers them, for pipelines, or if a host's memory is too small for full tensors.
-    """
+    """Return True if each rank writes its shards (--checkpoint_format). The result is equal on every rank. "auto" means
+    shards if the plugin prefers them, for pipelines, or if full tensors don't fit in host memory."""
     asked = run.flags.checkpoint_format
     if asked != "auto":
         return asked == "sharded"
@@ -218,27 +215,25 @@ def sharded_checkpoints(run: Run, engine: Engine) -> bool:
 
 
 def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # log the file once: ranks that share samples all skip it
+    if mesh.leads_sharing:  # ranks that share samples all skip the file
         logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
 class Evaluation(Protocol):
-    """Interface for evaluating samples drawn with the EMA weights. Implemented in opendit/evaluation.
-
-    of: identifier of everything that determines the results, except the weights.
-    """
+    """Interface for evaluating samples drawn with the EMA weights. Implemented in opendit/evaluation. ``of`` identifies
+    the settings that determine the results."""
 
     of: str
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate samples after a step. Return the fields for the step's line in the log. All ranks must call this."""
+        """Evaluate samples after a step. Return fields for the step's line in the log. All ranks must call this."""
         ...
 
 
 def build_network(
     run: Run, make_inputs: Callable[..., SampleInputs], make_passes: Callable[..., EagerPasses], pace: Pace
 ) -> TrainedNetwork:
-    """Build a network and the objects that train it. Load its checkpoint if the run is resumed."""
+    """Build a network and the objects that train it. A resumed run loads its checkpoint."""
     flags, mesh, config = run.flags, run.mesh, run.model_config
     engine = build_model_and_engine(run)
     route = flags.token_route
@@ -273,10 +268,8 @@ def build_network(
 
 
 def _interchangeable(run: Run) -> bool:
-    """Return True if any batch of the run can replace any other batch.
-
-    Ranks that share samples or experts exchange tensors of a sample's size, so their batches must have one shape.
-    """
+    """Return True if any batch can replace any other batch. Ranks that share samples or experts exchange tensors, so
+    their batches must have one shape."""
     dims, schedule = run.mesh.dims, run.schedule
     return (run.mesh.sharing == 1 and dims.ep == 1) or (schedule.micro_batches is None and not schedule.packed)
 

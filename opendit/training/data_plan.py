@@ -53,7 +53,7 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
         tag_drop=flags.tag_drop,
         random_crop=flags.random_crop,
         vae=flags.vae,
-        # Only --data_path mock uses these arguments: the flags set the classes or captions of its random latents.
+        # for random latents (mock): number of classes, or length of captions
         num_classes=flags.num_classes,
         text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
         max_text_tokens=flags.max_text_tokens,
@@ -61,10 +61,8 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
 
 
 def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
-    """Return the frame rate of the clips that a model trained on this data set draws, and notes to print.
-
-    It is --fps, or the median frame rate of the files divided by --frame_interval; None for pictures and unknown rates.
-    """
+    """Return the frame rate of drawn clips, and notes to print. The rate is --fps, or the files' median frame rate
+    divided by --frame_interval. It is None for pictures, or if unknown."""
     rates = [] if not data.use_video or data.fps is not None else dataset.shapes().frame_rates()
     if not rates:
         return data.fps, []
@@ -78,11 +76,8 @@ def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list
 
 
 def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
-    """Return the training data set, and the validation data set or None.
-
-    Raises ValueError, OSError or DataError, naming the flag, if --validate_path can't be read or holds other kinds of
-    samples, or if no samples remain for training.
-    """
+    """Return the training data set, and the validation data set or None. Raises ValueError, OSError or DataError if
+    --validate_path can't be read or has other kinds of samples, or if no samples remain for training."""
     if not flags.validates:
         return dataset, None
     if flags.validate_path is None:
@@ -91,7 +86,7 @@ def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, M
 
 
 def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
-    """Open the data set of --validate_path; its test split, if there is one."""
+    """Open the test split of --validate_path, or all samples if there is no split."""
     path = flags.validate_path
     theirs = replace(flags, data_path=path, random_flip=False)
     try:
@@ -130,8 +125,8 @@ def _shown(value) -> str:
 
 
 def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainConfig, list[str]]:
-    """Set ``text_encoder`` for data with captions. For data with classes, reset the caption flags of a recipe. Return
-    the flags and notes. Raises ValueError for caption flags that don't fit the data."""
+    """Set ``text_encoder`` for data with captions; reset a recipe's caption flags for data with classes. Return the
+    flags and notes. Raises ValueError for caption flags that don't fit the data."""
     path = flags.data_path
     about = dataset.describe()
     encoder = (flags.text_encoder or about.text_encoder or "bytes") if about.conditioning == "text" else "bytes"
@@ -142,7 +137,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
         cached, given = about.text_encoder, flags.text_encoder
         other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
-        # for a public model, _public_model checks this, because the folder may have moved
+        # the folder of a public model may have moved; _public_model checks it
         if other and not family_in(flags.model):
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
@@ -154,15 +149,14 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
                 f"--{needs}: needs captions, and --data_path {path} has none; put name.txt beside name.jpg "
                 "(docs/data.md), or add --caption_prefix TEXT"
             )
-        if getattr(flags, name):  # reset a flag that a recipe has set
+        if getattr(flags, name):  # a recipe has set the flag
             notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {path} has classes")
             unused[name] = TrainConfig.__dataclass_fields__[name].default
     return replace(flags, **unused), notes
 
 
 def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
-    """Return the caption settings of the model that the run resumes or starts from, or None. A later check reports a
-    file that can't be read."""
+    """Return the caption settings of the model to resume or start from; None without one, or without its file."""
     if resume is None and flags.pretrained is None:
         return None
     with suppress(OSError):
@@ -174,9 +168,10 @@ def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextCon
 def fit_captions(
     flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
 ) -> tuple[TrainConfig, list[str]]:
-    """Set the ``bytes`` encoder's number of tokens. Return the flags, and notes on captions that are cut or empty.
+    """Set the number of tokens for the ``bytes`` encoder. Return the flags, and notes on captions that are cut or
+    empty.
 
-    The number is --max_text_tokens, or else taken from the model to start from (``keeps``), or else from the data. All
+    The number comes from --max_text_tokens, else from the model to start from (``keeps``), else from the data. All
     ranks must call this; rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
     """
     given = flags.max_text_tokens
@@ -202,8 +197,7 @@ def fit_captions(
 def caption_notes(
     dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
 ) -> list[str]:
-    """Return notes on captions that are empty or cut by the encoder (now, or when embeddings were cached). The notes
-    begin with ``name``."""
+    """Return notes on captions that are empty, or cut by the encoder. Each begins with ``name``."""
     if text is None or isinstance(dataset, MockDataset):
         return []
     if text.inside:
@@ -223,8 +217,7 @@ def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
 
 
 def check_classes(num_classes: int | None, data_path: str, about: Description) -> None:
-    """Raise ValueError if the data set has more than ``num_classes`` classes; None and 0 allow any number. The message
-    names a sample with a label that is too large, if possible."""
+    """Raise ValueError if the data set has more than ``num_classes`` classes. None and 0 allow any number."""
     if not num_classes or num_classes >= about.num_classes:
         return
     found = about.largest_label()
@@ -237,9 +230,7 @@ def check_classes(num_classes: int | None, data_path: str, about: Description) -
 
 def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) -> MediaDataset:
     """Return the data set with the sample shapes of --bucket_tokens or --pack_tokens; unchanged without these flags.
-
-    Raises ValueError, with the flag and the fix, if the model or the data don't allow these shapes.
-    """
+    Raises ValueError, with the flag and the fix, if the model or the data don't allow these shapes."""
     if flags.tokens is None:
         latents = dataset.shapes().latents
         if config.positions == "learned" and latents and len({size[1:] for _, size in latents()}) > 1:
@@ -293,7 +284,6 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
 
 
 def _of_known_positions(shaped: ShapedDataset, token: TokenSize, config: DiTConfig) -> ShapedDataset:
-    """Return ``shaped``. Raises ValueError if the model has no positions for a sample's shape."""
     if config.longest_side is not None:
         config.check_side(int((shaped.sizes[np.unique(shaped.keys), 1:] // token.side).max()))
     return shaped
@@ -302,10 +292,8 @@ def _of_known_positions(shaped: ShapedDataset, token: TokenSize, config: DiTConf
 def make_schedule(
     flags: TrainConfig, dataset: MediaDataset, global_batch: int, config: DiTConfig, parts: int | None = None
 ) -> BatchSchedule:
-    """Return the order of the run's samples. Raises the errors of ``build_schedule``.
-
-    parts: number of groups per step, each with samples of one shape; None for the number of micro-batches.
-    """
+    """Return the order of the run's samples. Raises the errors of ``build_schedule``. A step has ``parts`` groups of
+    samples, each of one shape. By default, each micro-batch is a group."""
     return build_schedule(
         dataset,
         global_batch,
@@ -319,13 +307,13 @@ def make_schedule(
 
 
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
-    """Return ``parts`` of :func:`make_schedule` for a resumed run, from its fingerprint ``stored``.
+    """Return the number of groups for :func:`make_schedule` in a resumed run with the fingerprint ``stored``.
 
-    Return None if the number is unknown, or if a rank's micro-batch would mix groups. With expert parallelism, the
-    micro-batches of ``experts`` ranks must have one shape.
+    Return None if the number is unknown, or if samples of different shapes would meet in one micro-batch. With expert
+    parallelism, the micro-batches of ``experts`` ranks must have one shape.
     """
     split = str(stored.get("split", "")).split(" x ")
-    # Older checkpoints have no "parts"; their number of parts is the number of micro-batches.
+    # older checkpoints do not store the number: each micro-batch was a group
     parts = stored.get("parts", int(split[2]) if len(split) == 3 else None)
     if parts is None or stored.get("global_batch") != global_batch or global_batch % parts:
         return None
@@ -334,12 +322,12 @@ def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, 
 
 
 def attention_length(config: DiTConfig) -> float:
-    """Return the number of tokens per sample at which attention takes as many FLOPs as the linear layers."""
+    """Return the sequence length at which attention takes as many FLOPs as the linear layers."""
     return config.hidden_size * (2 + config.mlp_ratio)
 
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
-    """Return how many samples of the configured size, rounded up, have as many tokens as a rank's micro-batch."""
+    """Return how many samples of the configured size have as many tokens as a rank's micro-batch, rounded up."""
     if flags.tokens is None:
         return flags.batch_size
     tokens = config.tokens + (config.caption_tokens if flags.pack_tokens is not None else 0)

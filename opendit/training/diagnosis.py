@@ -1,7 +1,7 @@
 """Find the first module with a non-finite output, by repeating the last step's forward passes with hooks.
 
-Normal steps only keep a reference to their batches until the next step. Repeated passes give the same results: a step
-with non-finite gradients changes no weight, and all randomness is keyed by the sample.
+Repeated passes compute equal numbers: a step with non-finite gradients changes no weight, and all random numbers are
+keyed by the sample.
 """
 
 import contextlib
@@ -22,17 +22,14 @@ from opendit.training.runners import Runner
 
 logger = logging.getLogger(__name__)
 
-KEPT = 8  # maximum number of micro-batches to keep for the diagnosis
-NAMED = 5  # maximum number of samples that a message names
+KEPT = 8  # micro-batches to keep for the diagnosis
+NAMED = 5  # samples that a message names
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Diagnosis:
-    """Search for the cause of non-finite numbers in a step. Construct and call on every rank.
-
-    ``runner`` repeats the passes, ``inputs`` makes the micro-batches, and ``dataset`` and ``schedule`` name the
-    samples.
-    """
+    """Search for the cause of non-finite numbers in a step. Construct and call on every rank. ``runner`` repeats the
+    passes, ``inputs`` makes the micro-batches, ``dataset`` and ``schedule`` name the samples."""
 
     def __init__(
         self,
@@ -50,7 +47,7 @@ class Diagnosis:
 
     @property
     def harmless(self) -> bool:
-        """True if an error in one rank's search, such as a lack of memory, would not leave other ranks waiting."""
+        """True if a rank can fail in the search without leaving other ranks waiting."""
         return self.engine.whole and self.engine.mesh.sharing == 1
 
     def keep(self, batch: Batch) -> None:
@@ -59,11 +56,8 @@ class Diagnosis:
         self._batches.append(batch)
 
     def find(self, gradients: bool) -> str:
-        """Describe the first tensor that was not finite, and name the samples. All ranks must call this.
-
-        With ``gradients``, also search the backward pass if the forward passes were finite. The search overwrites the
-        engine's gradients.
-        """
+        """Describe the first tensor that was not finite, and name the samples. All ranks must call this. With
+        ``gradients``, also search the backward pass. This overwrites the engine's gradients."""
         try:
             found = self._look_forward()
         except Exception as error:
@@ -79,8 +73,7 @@ class Diagnosis:
             return finite
         names = self._channel.gather(self._look_backward())
         bad = set().union(*(each for each in names if each))
-        # The backward pass reaches the last parameters first, and parameters of later pipeline stages before parameters
-        # of this rank.
+        # The backward pass reaches later pipeline stages first, then this rank's last parameters.
         order = [*self.engine.shapes, *sorted(bad - self.engine.shapes.keys())]
         first = next((name for name in reversed(order) if name in bad), None)
         if first is not None:
@@ -94,7 +87,7 @@ class Diagnosis:
         return "" if parts <= KEPT else f"'s last {KEPT} of {parts} micro-batches"
 
     def _look_forward(self) -> str | None:
-        """Repeat this rank's forward passes; describe the first non-finite tensor, or return None."""
+        """Repeat this rank's forward passes. Describe the first non-finite tensor, or return None."""
         found = None
         for batch in list(self._batches):
             micro_batch = self.inputs.of(batch)
@@ -120,8 +113,7 @@ class Diagnosis:
         return f" for {len(bad)} of {len(batch.index)} samples ({', '.join(names)}{more})"
 
     def _look_backward(self) -> set[str] | None:
-        """Return the names of parameters with a non-finite gradient on this rank; None if the engine does not expose
-        gradients."""
+        """Return this rank's parameters with non-finite gradients; None if the engine does not expose gradients."""
         batches = list(self._batches)
         with _eagerly():
             for number, batch in enumerate(batches):
@@ -139,8 +131,7 @@ def _eagerly() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, micro_batch: MicroBatch | PackedMicroBatch) -> Iterator[list[tuple[str, list[int]]]]:
-    """Yield a list to which hooks add the name of the first module with a non-finite output, and the samples concerned.
-    Inner modules end first, so they are found first."""
+    """Yield a list that hooks fill with the first module with a non-finite output, and its samples."""
     found: list[tuple[str, list[int]]] = []
 
     def hook(name: str):
@@ -174,8 +165,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> list[int] | None:
-    """Return the indices of samples with non-finite values in a tensor; all samples if the tensor has no dimension for
-    them. None if the tensor is finite or has no floats."""
+    """Return the indices of samples with non-finite values. None if the tensor is finite or has no floats. All samples
+    are returned if the tensor has no dimension for them."""
     if tensor.dtype not in FLOATS or tensor.numel() == 0:
         return None
     finite = tensor.isfinite()
@@ -185,11 +176,12 @@ def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> 
 
 
 class SkippedSteps:
-    """Detector of skipped steps. It logs the cause of the first of several faults in a row, and ends the run after
-    ``most`` skips in a row. Call on every rank.
+    """Detector of skipped steps. Call on every rank.
+
+    It logs the cause when a series of faults begins, and ends the run after ``most`` skipped steps in a row.
 
     Attributes:
-        skipping: True if the step at the last call of ``look`` was skipped.
+        skipping: True if the last examined step was skipped.
         failing: True if a fault caused the skip. In fp16, a skip is no fault while the loss scale is above 1.
     """
 
@@ -198,10 +190,8 @@ class SkippedSteps:
         self.skipping = self.failing = False
 
     def look(self, done: int, result: StepResult) -> None:
-        """Check whether the last step was skipped. The host waits for the device.
-
-        Raises FloatingPointError after too many skipped steps in a row.
-        """
+        """Check whether the last step was skipped. The host waits for the device. Raises FloatingPointError after too
+        many skipped steps in a row."""
         told = self.failing
         in_a_row = int(self._engine.skipped_in_a_row)
         self.skipping = in_a_row > 0

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class EMASampler:
-    """Sampler that uses a run's EMA weights while the run trains, ``at_once`` samples at a time. Call on every rank."""
+    """Sampler with a run's EMA weights, ``at_once`` samples at a time, for use while it trains. Call on every rank."""
 
     at_once = 32
 
@@ -41,10 +41,10 @@ class EMASampler:
 
     @contextlib.contextmanager
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
-        """Yield a model with the EMA weights. All ranks must call this. Rank 0 and the ranks that share its samples get
-        the model (with ``everywhere``, all ranks); other ranks get None. The model is the training module with replaced
-        weights, or a second module if the plugin shards the first. Memory for drawing does not count in the training's
-        peak.
+        """Yield a model with the EMA weights. All ranks must call this.
+
+        The model goes to rank 0 and the ranks that share its samples, or to all ranks with ``everywhere``. Other ranks
+        get None. Memory for drawing does not count in the training's peak.
         """
         run, trained = self._run, monitoring.allocated_gib()
         model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
@@ -82,11 +82,10 @@ class EMASampler:
     def batches(
         self, model: DiT, y: Condition, index: Tensor, steps: int, cfg_scale: float
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (index, latents) for batches of samples with the conditions ``y``. All ranks that share samples must
-        call this.
+        """Yield (index, latents) for batches of samples with the conditions ``y``.
 
-        index: (N,), keys of the samples' noise. cfg_scale: scale in the convention of the model's published pipeline,
-        see ``guidance_of``.
+        All ranks that share samples must call this. index: (N,), keys of the samples' noise. cfg_scale: in the
+        convention of the model's published pipeline, see ``guidance_of``.
         """
         run, seed = self._run, self._run.flags.global_seed
         null, y = same_length(run.conditioner.null(), y)
@@ -94,19 +93,19 @@ class EMASampler:
             y = replace(y, guidance=torch.full_like(y.guidance, cfg_scale))
         cfg_scale = guidance_of(run.model_config, cfg_scale)
         how: dict[str, Any] = dict(steps=steps, sampler=run.objective.preview_sampler, cfg_scale=cfg_scale)
-        if self._pipeline is not None:  # the pipeline draws, because SamplingEngine needs all blocks on one rank
+        if self._pipeline is not None:  # SamplingEngine needs all blocks on one rank
             objective = run.objective.for_tokens(run.model_config.tokens)
             how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
             return sample_in_batches(model, y, null, index, self.at_once, **how)
-        # Create a new engine for each drawing, because its recorded graphs would otherwise take memory from training.
-        # Nothing is recorded if ranks share samples or blocks are in host memory.
+        # Use a new engine for each drawing: recorded graphs must not keep memory that training needs. Nothing is
+        # recorded if ranks share samples or blocks are in host memory.
         record = run.sequence is None and tensor_group(run.mesh) is None and self._run.engine.streamed is None
         engine = SamplingEngine(model, run.objective, record=record, **how)
         return engine.batches(y, null, index, self.at_once, seed)
 
 
 class SampleGrids:
-    """Draws sample grids, samples/NNNNNNN.png, with the EMA weights, unless the latents' VAE is missing."""
+    """Draws sample grids, samples/NNNNNNN.png, with the EMA weights. Without the latents' VAE it draws nothing."""
 
     def __init__(self, run: Run, sampler: EMASampler):
         self._run, self._sampler = run, sampler
@@ -141,7 +140,6 @@ class SampleGrids:
             monitor.picture(path, step)
 
     def _what(self) -> tuple[Condition, list[str]]:
-        """Return the conditions of a sample grid, and the captions to print above its pictures."""
         run = self._run
         if run.prompts is not None:
             captions, y = run.prompts

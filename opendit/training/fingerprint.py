@@ -1,10 +1,10 @@
 """A run's fingerprint, and config.json with all starts of the run.
 
-The fingerprint describes everything that determines the loss curve: flags, data, encoder weights, kernels, versions.
-Every checkpoint stores it, and a resumed run reports differences from the stored fingerprint.
+The fingerprint holds everything that determines the loss curve: flags, data, encoder weights, kernels, versions. Every
+checkpoint stores it, and a resumed run reports the differences.
 
-The fingerprint has all flags except two lists: flags that do not affect the curve (FREE), and flags that can't be
-changed on resuming (OF_THE_MODEL). A new flag that is in neither list is assumed to change the curve.
+Flags in FREE do not affect the curve, and flags in OF_THE_MODEL can't change on resuming. Any other flag is assumed to
+change the curve.
 """
 
 import json
@@ -60,7 +60,7 @@ OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions norm mlp full_attention "
     "patch_bottleneck expert_capacity use_video lora lora_alpha lora_targets given_frames".split()
 )
-# Flags that are not compared by value. Instead, entries of the fingerprint are derived from them: flag -> entries.
+# Flags that are compared by entries derived from them: flag -> entries.
 MADE_INTO = {
     "data_path": "data samples contents blend",
     "energon_cooker": "data",
@@ -92,7 +92,7 @@ MADE_INTO = {
     "recompute": "recomputed",
     "recompute_blocks": "recomputed",
 }
-# Entry -> meaning of a difference. A difference of any other entry means CURVE.
+# Entry -> what a difference means. Entries that are not listed mean CURVE.
 MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
@@ -125,7 +125,7 @@ CALLED = {
 SHOWN_ONLY = frozenset(
     "data_path validation vae_path text_encoder_path pretrained_path pretrained_low_path hub opendit commit".split()
 )
-# Earlier names of entries, in checkpoints without a fingerprint -> present names.
+# Names of entries in checkpoints without a fingerprint -> present names.
 BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
 
 
@@ -136,7 +136,7 @@ def recomputed(flags: TrainConfig) -> str:
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
-    """Return the fingerprint of a run as JSON values. Call on one rank; it reads some of the data's files."""
+    """Return a run's fingerprint as JSON values. Call on one rank. Reads some of the data's files."""
     flags, mesh, dataset, ops = run.flags, run.mesh, run.dataset, run.kernels.ops
     data, about = dataset.fingerprint(), dataset.describe()
     cuda = mesh.device.type == "cuda"
@@ -172,18 +172,18 @@ def fingerprint(run: Run) -> dict[str, Any]:
 
 
 def by_value(objective: str) -> list[str]:
-    """Return the names of the flags to compare by value in a run with this objective."""
+    """Return the flags to compare by value in a run with this objective."""
     others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
     left_out = FREE | OF_THE_MODEL | MADE_INTO.keys() | others
     return [item.name for item in flags_of(TrainConfig) if item.name not in left_out]
 
 
 def _encoders(run: Run) -> dict[str, str | None]:
-    """Return hashes and paths of the frozen networks: VAE, text encoder, and base weights of a LoRA. The hash of a
-    network that processes no training samples is None.
+    """Return hashes and paths of the frozen networks: VAE, text encoder, and base weights of a LoRA.
 
-    pretrained_low: the low-noise network of --expert both. Checkpoints of earlier versions do not have this hash, and
-    resume without a comparison."""
+    The hash is None for a network that processes no training samples. pretrained_low is the low-noise network of
+    --expert both; earlier versions did not store its hash.
+    """
     vae = text = None
     about = run.dataset.describe()
     if about.kind == "pixels":
@@ -207,21 +207,19 @@ def _encoders(run: Run) -> dict[str, str | None]:
 
 
 def _weights(path: Path) -> str:
-    """Return a hash of the weights in a file, in an index's files, or in the network of a diffusers folder."""
     if path.is_dir():
         return _network(path / TRANSFORMER if (path / TRANSFORMER).is_dir() else path)
     return hash_files([str(path), *(str(path.with_name(name)) for name in files_of(path))])
 
 
 def _origin(run: Run) -> dict[str, Any] | None:
-    """Return repository, commit and file hashes of the hub model from which the run started, or None."""
+    """Return repository, commit and file hashes of the hub model that the run started from, or None."""
     if run.flags.pretrained is not None and (found := origin(run.flags.pretrained)):
         return found
     return stored_fingerprint(run.resume.state).get("hub") if run.resume else None
 
 
 def _pipeline_text(folder: Path) -> str:
-    """Return one hash of all tokenizers and text encoders in a pipeline's folder."""
     parts = sorted(
         path for path in folder.expanduser().iterdir() if path.name.startswith(("tokenizer", "text_encoder"))
     )
@@ -229,7 +227,7 @@ def _pipeline_text(folder: Path) -> str:
 
 
 def _network(folder: Path) -> str:
-    """Return a hash of the configuration, tokenizer and weights in a diffusers or transformers folder."""
+    """Return one hash over the files of a diffusers or transformers folder."""
     kinds = (".json", ".safetensors", ".txt", ".model")
     files = sorted(path for path in folder.iterdir() if path.suffix in kinds)
     return hash_parts(*(path.name for path in files), hash_files([str(path) for path in files]))
@@ -237,7 +235,7 @@ def _network(folder: Path) -> str:
 
 @cache
 def code() -> dict[str, str | None]:
-    """Return the versions of this package (with a hash of the source files) and of the libraries in use."""
+    """Return the versions of this package and of all libraries in use, and a hash of the package's source files."""
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
     names = (str(path.relative_to(package)) for path in files)
@@ -255,13 +253,13 @@ def code() -> dict[str, str | None]:
 
 
 def _commit(package: Path) -> str | None:
-    """Return the commit of a git checkout, with "-dirty" if tracked files were changed; None for an installed
-    package."""
+    """Return the commit of a git checkout, with "-dirty" if tracked files were changed. None if there is no
+    checkout."""
     if not (package.parent / ".git").exists():
         return None
     ask = ["git", "-C", str(package.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # prevents git from writing into the checkout
+        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git must not write into the checkout
         answer = subprocess.run(ask, capture_output=True, text=True, timeout=5, env=quiet)
     except (OSError, subprocess.SubprocessError):
         return None
@@ -276,7 +274,7 @@ def _installed(package: str) -> str | None:
 
 
 def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the fingerprint in a checkpoint's state.json, or the entries that are known of an older checkpoint."""
+    """Return the fingerprint in a checkpoint's state.json. Older checkpoints have only some entries."""
     found = state.get("fingerprint")
     if found is None:
         old = ("world_size", "plugin", "precision", "fp8", "attention", "sequence_parallel", "global_batch", "seed")
@@ -288,20 +286,19 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
     decays = list(state["ema"]["files"].values())
     found = {name: value for name, value in found.items() if name != "ema_decay"}
     found["ema_warmup"] = warmup_of(found)
-    found.setdefault("order", "sorted")  # the oldest releases' only order, no longer supported
+    found.setdefault("order", "sorted")  # the only order in the oldest releases
     return {**found, "ema_decay": decays} if decays else found
 
 
 def warmup_of(stored: dict[str, Any]) -> float:
-    """Return the warm-up of a checkpoint's averages, as EMA takes it. The first releases had none; later ones stored a
-    bool."""
+    """Return a checkpoint's warm-up of the averages. The first releases had no warm-up; later ones stored a bool."""
     value = stored.get("ema_warmup", 0)
     return FIRST_WARMUP * value if isinstance(value, bool) else value
 
 
 def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
-    """Return one line for each difference between a checkpoint's fingerprint ``stored`` and the present fingerprint.
-    The line says what the difference means for the loss curve after ``step``."""
+    """Return a line for each difference between a checkpoint's fingerprint ``stored`` and the present one. The line
+    says what the difference means for the loss curve after ``step``."""
     told = [_told_together(stored, now), *(_line(name, stored, now, step) for name in now)]
     gone = [name for name in stored.keys() - now.keys() - SHOWN_ONLY - OBJECTIVE_FLAGS.keys()]
     lines = [line for line in told if line]
@@ -311,22 +308,21 @@ def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]
 
 
 def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe settings that can't be compared, because the checkpoint doesn't record them."""
+    """Describe settings that the checkpoint does not record."""
     compared = set(by_value(now["objective"]))
     values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in compared}
     missing = [name for name in values if name not in stored]
-    if "data" not in stored:  # the checkpoint is old and has no fingerprint
+    if "data" not in stored:  # the oldest checkpoints have no fingerprint
         names = ", ".join(["its data", "its code", *map(_called, missing)])
         return [f"the checkpoint is too old to record {names}: whether they are the same is not known"]
     if stored.get("objective") != now["objective"]:
-        return []  # a separate line reports that the objectives differ
-    # A flag may be newer than the checkpoint. Then its default value stands for the behaviour of the earlier version.
+        return []  # another line reports the objectives
+    # The flag may be newer than the checkpoint. Earlier versions then behaved as with its default.
     news = {name: now.get(name) for name in missing if now.get(name) != values[name]}
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
 
 
 def _told_together(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Return one line for all differences of the data, or None."""
     if "data" not in stored:
         return None
     if stored.get("samples") != now["samples"]:
@@ -352,14 +348,14 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
         then, value = bool(then), bool(value)
     if name == "source":
         then, value = (f"{one.get('opendit')} ({one.get('commit') or 'no commit'})" for one in (stored, now))
-    elif f"{name}_path" in now:  # show paths, because a hash tells a reader nothing
+    elif f"{name}_path" in now:  # a hash tells a reader nothing
         then, value = (one.get(f"{name}_path") for one in (stored, now))
         means = f"other weights: {means}"
     return f"{_called(name)} {_shown(then)} -> {_shown(value)}: {means}"
 
 
 def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
-    """Return True if the change of --warmup_steps changes no learning rate from this step on."""
+    """Return True if --warmup_steps changes no learning rate from this step on."""
     constant = stored.get("lr_schedule") == now.get("lr_schedule") == "constant"
     return (
         constant
@@ -368,15 +364,14 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
     )
 
 
-# Entry -> function that returns True if a difference needs no line: no effect, or reported in another line.
+# Entry -> function that returns True if a difference needs no line.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # The last step is None without a cosine schedule. If only one of the runs has a cosine schedule, another entry
-    # reports the difference.
+    # None without a cosine schedule. Then "lr_schedule" reports the difference.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
-    # Earlier versions did not read the weights in a folder, so their hash says nothing.
+    # Earlier versions did not read a folder's weights, so their hash says nothing.
     "pretrained": lambda stored, now, _: stored["pretrained"] == hash_parts("1", b""),
 }
 
@@ -395,7 +390,6 @@ def _called(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a user would write it."""
     if isinstance(value, list):
         value = " ".join(_shown(item) for item in value)
     text = "none" if value in (None, "") else str(value)
@@ -406,8 +400,7 @@ CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"
 
 
 def write_config(run: Run) -> None:
-    """Add this start to the run's config.json, and write config.yaml for --config. Both files are replaced atomically.
-    Call on one rank. Raises OSError."""
+    """Add this start to the run's config.json, and write config.yaml for --config. Call on one rank. Raises OSError."""
     path, start = run.folder / CONFIG, describe_start(run)
     starts = _earlier_starts(path, run.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
@@ -424,7 +417,7 @@ def write_config(run: Run) -> None:
 
 
 def describe_start(run: Run) -> dict[str, Any]:
-    """Return the entry of a start in config.json."""
+    """Return the entry for this start in config.json."""
     flags, found = run.flags, run.fingerprint
     return {
         "time": _iso(datetime.now(timezone.utc).timestamp()),
@@ -442,11 +435,10 @@ def describe_start(run: Run) -> dict[str, Any]:
 
 
 def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the starts in a config.json; an old file without a list counts as one. Rename a damaged file, and add a
-    note."""
+    """Return the starts in a config.json. A damaged file is renamed, and a note is added."""
     if not os.path.lexists(path):
         return []
-    from opendit.checkpoint.schema import RUN_CONFIG  # imports pydantic, needed only here
+    from opendit.checkpoint.schema import RUN_CONFIG  # slow: imports pydantic
     from opendit.common.json_models import read_file
 
     try:

@@ -1,8 +1,9 @@
-"""End a run early, after the same step on all ranks, and report the reason to the script that started the run.
+"""End a run early, after an equal number of steps on all ranks, and report the reason to the script that started the
+run.
 
-After SIGTERM, SIGINT or SIGUSR1 (which schedulers send before a time limit), or when --max_hours is over, the run
-finishes its step, saves and ends. If a rank can't read data any more, the run drops the current step, saves and ends
-with an error. The report is ended.json in the run's folder. Exit code 75 means that the run should be started again.
+After SIGTERM, SIGINT or SIGUSR1, or when --max_hours is over, the run finishes its step, saves and ends. If a rank
+can't read data any more, the run drops the current step, saves and ends with an error. The reason is written to
+ended.json in the run's folder. Exit code 75 means that the run should be started again.
 """
 
 import contextlib
@@ -25,20 +26,19 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
-OTHERS_SECONDS = 0.5  # delay on other ranks, so that the rank that lacks data prints its error first
+OTHERS_SECONDS = 0.5  # delay on other ranks, so that the rank without data prints its error first
 _GO_ON, _HOURS_UP, _STOP, _NO_DATA = range(4)
 
 
 class NoData(DataError):
-    """Error on all ranks if one can't read its data. All ranks drop the current step."""
+    """Error on all ranks if one rank can't read its data. All ranks drop the current step."""
 
 
 class Interrupt:
-    """Context manager that notes the first of the ``SIGNALS``. A second signal ends the process at once.
+    """Context manager that notes a first signal, one of ``SIGNALS``. A second signal ends the process at once.
 
-    Use it in the main thread of every rank. Ranks receive signals at different moments, so they agree in every step:
-    call :meth:`ask` before the optimizer's step and :meth:`answer` after the step. Messages travel over gloo while the
-    device computes.
+    Use it in the main thread of every rank. Ranks receive signals at different moments, so they must agree in every
+    step: call :meth:`ask` before the optimizer's step and :meth:`answer` after it.
 
     The run also stops if one more step and a save (``save_seconds()``) would make the process older than ``hours``.
 
@@ -55,8 +55,7 @@ class Interrupt:
         self._answer: Callable[[], int] | None = None
         self._asked_at, self._save_seconds = time.monotonic(), save_seconds
         self._deadline = None if hours is None else self._asked_at - process_seconds() + 3600 * hours
-        # Ignore a second signal within this time: after a Ctrl-C, processes get one from the terminal and one from
-        # torchrun.
+        # After a Ctrl-C, a process gets a second signal from torchrun. Ignore signals for this long.
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
     def __enter__(self) -> "Interrupt":
@@ -67,16 +66,13 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if kind is not None and self._mesh.world_size > 1:
-            # When a rank has ended, torchrun sends SIGTERM to all others. Ignore the signal, because this rank must
-            # first report an error and close files. The Supervisor limits the time.
+            # When a rank has ended, torchrun sends SIGTERM to all remaining ranks. Ignore the signal, so that this rank
+            # can report an error and close files. The Supervisor limits the time.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self) -> None:
-        """Ask whether any rank got a signal, lacks data or is out of time.
-
-        Raises NoData on all ranks if any rank lacks data. The optimizer's step must wait for the answers, because the
-        gradients' sum would include that rank.
-        """
+        """Ask whether any rank got a signal, lacks data or is out of time. Call before the optimizer's step. Raises
+        NoData on all ranks if any rank lacks data. That rank's gradients must not be used."""
         word = _HOURS_UP if self._out_of_time() else _GO_ON
         word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else word
         self._answer = self._channel.start_largest(word)
@@ -84,13 +80,13 @@ class Interrupt:
             raise NoData(str(self.lost or "another rank can't read its data"))
 
     def answer(self) -> bool:
-        """Return True on all ranks if any rank had received a signal or was out of time at the last :meth:`ask`."""
+        """Return True on all ranks if any rank had a signal or was out of time at the last :meth:`ask`."""
         assert self._answer is not None, "ask first"
         return self._answer() in (_HOURS_UP, _STOP)
 
     @property
     def why(self) -> str | None:
-        """Why the run ends: "stopped" (by a signal) or "hours_up"; None if it continues."""
+        """Reason for the run's end: "stopped" (by a signal) or "hours_up". None if the run continues."""
         return self._answer and {_STOP: "stopped", _HOURS_UP: "hours_up"}.get(self._answer())
 
     def _out_of_time(self) -> bool:
@@ -103,8 +99,8 @@ class Interrupt:
         return True
 
     def leave(self) -> None:
-        """Wait until all ranks have saved. All ranks must call this between catching NoData and raising it again."""
-        self._channel.gather(None)  # this gather waits until all ranks have saved
+        """Wait until all ranks have saved. Every rank must call this after catching NoData."""
+        self._channel.gather(None)  # returns when all ranks have saved
         if self.lost is None and not self.alone:
             time.sleep(OTHERS_SECONDS)
 
@@ -116,7 +112,7 @@ class Interrupt:
                 name = signal.Signals(number).name
                 text = f"\n{name}: finishing the step and saving; a second signal quits at once\n"
                 with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-                    # print() can't be used, because this signal may have interrupted a print
+                    # print() can't be used: the signal may have interrupted a print
                     os.write(sys.stderr.fileno(), text.encode())
             if not self._echo:
                 self._hand_back()
@@ -125,20 +121,20 @@ class Interrupt:
             os.kill(os.getpid(), number)
 
     def _hand_back(self) -> None:
-        """Restore the system's default handlers. They also work while Python waits inside a collective."""
+        """Restore the default handlers. They also work while Python waits inside a collective."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
 
-AGAIN = 75  # EX_TEMPFAIL in sysexits.h; job queues can restart jobs with this exit code
-# Environment variable that names a file. When training begins, a run writes the path of its folder into this file. So
-# the script that started the run finds ended.json.
+AGAIN = 75  # EX_TEMPFAIL in sysexits.h; job queues can restart jobs with this code
+# Environment variable with a file's name. A run writes the path of its folder there, so that the script that started
+# the run finds ended.json.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 
 
 def begin_run(folder: Path) -> None:
-    """Remove the ended.json of an earlier start, and write the folder's path to the file of ``RUN_FOLDER_FILE``. Call
-    on one rank. Raises OSError."""
+    """Remove an earlier start's ended.json, and write the folder's path to ``RUN_FOLDER_FILE``'s file. Call on one
+    rank. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         remove(folder / ENDED, root=folder)
     if path := os.environ.get(RUN_FOLDER_FILE):
@@ -146,17 +142,17 @@ def begin_run(folder: Path) -> None:
 
 
 def write_end(folder: Path, step: int, **how: bool) -> None:
-    """Write ended.json: the last step, and the reason (``done``, ``stopped`` by a signal, time is over: ``hours_up``,
-    or ``failed``). Raises OSError."""
+    """Write ended.json: the last step, and one of the reasons ``done``, ``stopped`` (by a signal), ``hours_up``,
+    ``failed``. Raises OSError."""
     write_whole(folder / ENDED, (json.dumps({"step": step, **how}) + "\n").encode(), root=folder)
 
 
 def exit_code(folder: Path) -> int:
-    """Return 75 if steps are left after a run without an error, else 0. Under torchrun, return 0, because torchrun
-    takes any other code for a failure."""
+    """Return 75 if a run without an error has steps left, else 0. Always 0 under torchrun, where other codes mean
+    failure."""
     if "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return 0
     try:
         return 0 if json.loads((folder / ENDED).read_bytes())["done"] else AGAIN
-    except OSError:  # the run has already reported that it could not write the file
+    except OSError:  # the run has already reported the failed write
         return 0

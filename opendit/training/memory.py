@@ -1,13 +1,13 @@
 """Estimate a training step's memory by formula, before anything is allocated.
 
-The peak is at one of two moments. At the beginning of the backward pass, memory holds the activations of all blocks and
-no gradients of this micro-batch. When the pass reaches the first block, memory holds only this block's activations, and
-the gradients of all blocks after it. Activations are counted in units of one vector of the model's width for each token
-of a rank's micro-batch.
+The backward pass has two possible peaks. When it begins, memory holds the activations of all blocks, and no gradients
+of this micro-batch. At the first block, memory holds one block's activations and all later blocks' gradients.
 
-The estimates are within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), and within 5 % for
-gemini in fp16. Not included are a trained bytes encoder's activations, the CUDA context, NCCL's buffers, and
-fragmentation. Frozen encoders are included only if ``Setup.encoders`` is set.
+Activations are counted in units. A unit is one vector of the model's width for each token of a rank's micro-batch.
+
+The estimates are within 1 % of measured peaks (DiT-XL/2 on an H200), or 5 % for gemini in fp16. Not included are a
+trained bytes encoder's activations, the CUDA context, NCCL's buffers, and fragmentation. Frozen encoders are included
+only if ``Setup.encoders`` is set.
 """
 
 import bisect
@@ -42,10 +42,10 @@ from opendit.parallel.rules import matrix_rows, rule_of
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
-# Fraction of a card's memory to plan with, a rule of thumb. The rest is for a CUDA context, NCCL and fragmentation.
+# Fraction of a card's memory to plan with. The rest is for the CUDA context, NCCL and fragmentation.
 USABLE = 0.94
 WEIGHTS_SHARDED = ("gemini", "fsdp")
-# workspaces of cuBLAS, cuDNN and other libraries, fitted to measured peaks at batch size 0
+# workspaces of cuBLAS, cuDNN and other libraries, fitted to measured peaks
 LIBRARIES = 0.18 * GIB
 
 
@@ -53,19 +53,18 @@ LIBRARIES = 0.18 * GIB
 class Setup:
     """The settings that determine a run's memory, besides model and batch. Most are flags.
 
-    Attention needs no setting: torch's kernels (except ``math``) keep q, k, v, the output and one number per query and
-    head.
+    Attention needs no setting: all kernels except ``math`` keep q, k, v, the output and one number per query and head.
 
     Attributes:
         fused: True if one kernel computes LayerNorm and modulation.
-        reshard: "auto" counts as "after_forward", with less memory; see :func:`resolve_sharding`.
-        keep_gradients: True if fsdp sums full gradients over the micro-batches and reduces once. None counts as False.
-        absent: number of parameters that a pipeline stage does not hold, not counting blocks.
-        trained: a pipeline stage's number of LoRA weights; None without pipelines or LoRA.
+        reshard: "auto" counts as "after_forward", see :func:`resolve_sharding`.
+        keep_gradients: True if fsdp reduces the sum over micro-batches once, from full gradients. None counts as False.
+        absent: number of parameters outside the blocks that a pipeline stage does not hold.
+        trained: number of LoRA weights on a pipeline stage; None without pipelines or LoRA.
         held_micro_batches: number of micro-batches with activations on a stage at once.
         encoders: bytes of frozen encoders that stay on the GPU during training.
         muon: precision of Muon's orthogonalisation; its matrices have only one moment. None for AdamW.
-        networks: number of networks that the run trains by turns; the state of all is in memory.
+        networks: number of networks that the run trains by turns. Memory holds the state of all.
     """
 
     plugin: str = "zero2"
@@ -103,38 +102,38 @@ class Setup:
 
     @property
     def autocast(self) -> bool:
-        """True if weights are fp32 and cast to half precision in the forward pass."""
+        """True if the forward pass casts fp32 weights to half precision."""
         return self.plugin == "ddp" and self.precision != "fp32"
 
     @property
     def gathers_float8(self) -> bool:
-        """True if weights that products read in float8 are also stored and gathered in float8."""
+        """True if the weights of float8 products are also stored and gathered in float8."""
         asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8 and self.base_precision == "bf16"
         return asked and self.world > 1 and not self.compiled and not self.streamed
 
     @property
     def offloaded(self) -> str:
-        """State in host memory, one of OFFLOAD."""
+        """Kind of state that --offload keeps in host memory, one of ``OFFLOAD``."""
         return parse_offload(self.offload, self.lora is not None)[0]
 
     @property
     def streamed(self) -> int:
-        """Number of blocks in host memory; above the model's depth for all."""
+        """Number of blocks in host memory. For all blocks, it may exceed the model's depth."""
         return parse_offload(self.offload, self.lora is not None)[1]
 
     @property
     def hosted(self) -> bool:
-        """True if ranks have shards of blocks in host memory (opendit/parallel/fsdp.py)."""
+        """True if host memory holds a rank's shards of blocks (opendit/parallel/fsdp.py)."""
         return self.streamed > 0 and self.plugin == "fsdp" and self.alike > 1
 
     @property
     def alike(self) -> int:
-        """Number of ranks that hold the same slice of every layer. They divide the slice's state."""
+        """Number of ranks that hold one slice of every layer and divide its state."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
     def recomputes_blocks(self) -> bool:
-        """True if blocks are recomputed, completely or except their attention."""
+        """True if blocks are recomputed, with or without their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
@@ -144,7 +143,7 @@ class Setup:
 
     @property
     def execution(self) -> Execution:
-        """Settings on which the memory terms of an architecture's plan depend."""
+        """Settings for the memory terms of an architecture's plan."""
         level = "none" if self.recomputes_blocks else self.recompute
         return Execution(self.fused, self.autocast, self.fp8, level, self.sequence_parallel)
 
@@ -153,9 +152,8 @@ class Setup:
 class Estimate:
     """Estimated bytes of one rank: ``states`` are always allocated; ``host`` are states in host memory.
 
-    ``activations``, ``gradients`` (without those in ``states``) and ``gathered`` (weights) count the beginning of the
-    backward pass. The fields ``..._at_the_end`` count its end, and ``last_block`` what the first block then needs in
-    addition.
+    ``activations``, ``gradients`` (beyond those in ``states``) and ``gathered`` (weights) count the beginning of the
+    backward pass. Fields ``..._at_the_end`` and ``last_block`` (activations) count its end.
     """
 
     states: dict[str, float]
@@ -169,7 +167,7 @@ class Estimate:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Bytes needed in addition to the states, by name, when the backward pass begins or ends, whichever is more."""
+        """Bytes by name, without the states: when the backward pass begins or ends, whichever is more."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
         last = {
             "activations": self.last_block,
@@ -188,11 +186,10 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate the peak memory of a rank on a GPU for micro-batches of ``batch`` samples. In a pipeline, this is the
-    rank with the highest peak.
+    """Estimate a rank's peak memory on a GPU for micro-batches of ``batch`` samples. In a pipeline, return the largest
+    peak.
 
-    LoRA's weights are counted in addition to the model's, without embedders that LoRA trains in full. Activations are
-    counted as if all weights were trained, except for frozen gates of public models; with LoRA of other models, they
+    LoRA's activations are counted as if all weights were trained, except for frozen gates of public models. They may
     take up to a fifth less.
     """
     if setup.pipeline_parallel > 1:
@@ -225,10 +222,10 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
-    if setup.plugin == "gemini":  # gradients overwrite the weights in Gemini's chunks, unless gradients are accumulated
+    if setup.plugin == "gemini":  # without accumulation, gradients overwrite the weights in Gemini's chunks
         gradients = gradients if setup.accumulate else 0
     others, block = _activations(config, setup, batch)
-    own = gradients * held_counts(config, setup)[1] / model  # gradients that this block's backward pass computes
+    own = gradients * held_counts(config, setup)[1] / model  # gradients of this block, not computed yet
     last = max(0, block - own)
     needs = Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
     return _streamed(needs, config, setup)
@@ -242,8 +239,7 @@ def _stored_weights(config: DiTConfig, kind: str) -> tuple[int, int, int]:
 
 
 def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
-    """Return the number of weights that --base_precision compresses, their bytes, and the size of the largest
-    tensor."""
+    """Return how many weights --base_precision compresses, their bytes, and the largest tensor's number of weights."""
     return (0, 0, 0) if setup.base_precision == "bf16" else _stored_weights(config, setup.base_precision)
 
 
@@ -268,7 +264,6 @@ def muon_flops(config: DiTConfig) -> int:
 
 
 def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Remove the second moments of matrices from an estimate, and add the buffers of Muon's step."""
     ranks, size = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1), BYTES[cast(str, setup.muon)]
     matrices = matrix_count(config)
     copies = 1 if setup.plugin == "ddp" else ranks
@@ -290,8 +285,7 @@ def in_eight_bits(setup: Setup) -> Setup:
 
 
 def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Reduce an estimate's moments to 8 bits. Add the fp32 buffer for a few tensors' moments; ddp frees the buffer
-    after the step."""
+    """Reduce an estimate's moments to 8 bits, and add an fp32 buffer for a few tensors' moments."""
     weights = needs.states["moments"] / 8
     shapes = model_shapes(config)[0].values() if setup.lora is None else ()
     copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
@@ -305,8 +299,7 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    """Return a rank's number of parameters in the model and in one block. With tensor parallelism, only slices
-    count."""
+    """Return a rank's number of parameters, in the model and in a block. Tensor-parallel ranks count slices."""
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
         model, block = held_parameters(config, setup.tensor_parallel)
@@ -315,10 +308,8 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 @functools.cache
 def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, stages: PipelineStages | None = None) -> int:
-    """Count a rank's LoRA weights with ``ranks`` tensor-parallel ranks, in all layers or in a pipeline's ``stages``.
-
-    Ranks that divide a layer's inputs divide A; ranks that divide its outputs divide B.
-    """
+    """Count a rank's LoRA weights, in all layers or in a pipeline's ``stages``. With tensor parallelism, ``ranks``
+    ranks divide A in row-parallel layers and B in column-parallel layers."""
     rules, total = plan_of(config).rules(config), 0
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
         if stages is not None and not stages.has(config, name):
@@ -340,17 +331,17 @@ def trained_count(config: DiTConfig, setup: Setup) -> int:
     return lora_parameters(config, setup.lora, setup.tensor_parallel)
 
 
-# Number of blocks that fsdp holds gathered at once if it frees each block after use: the current block, the next block,
-# and the buffer that the next block is copied from.
+# Number of blocks that fsdp holds gathered if it frees each block after use: the current block, the next block, and the
+# buffer from which the next block is copied.
 GATHERED = 3
 
 
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of FSDP2.
 
-    A rank holds fp32 shards of weights, gradients, moments and averages, the gathered units' weights, the current
-    block's gradients, and the buffer that reduces the previous block's gradients. If weights are gathered in float8,
-    each takes one byte in the gathered unit, and one more byte in the shard.
+    A rank holds fp32 shards of weights, gradients, moments and averages. It also holds the gathered units' weights, the
+    current block's gradients, and the previous block's reduction buffer. A float8 weight takes one byte in a gathered
+    unit and one in the shard.
     """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
@@ -361,16 +352,16 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     gradients = share - (of_streamed(config, setup)[0] if setup.hosted and setup.lora is None else 0)
     activations = others + last_block
     states = {"moments": 2 * share, "averages": setup.averages * share}
-    if setup.alike == 1:  # nothing is sharded: a rank has weights in the forward pass's precision and fp32 masters
+    if setup.alike == 1:  # nothing is sharded: weights in the forward pass's precision, and fp32 masters
         states["weights"] = size * (trained + frozen) - saved(config, setup)
         states["masters"] = 0 if setup.precision == "fp32" else share
-        last_block = max(0, last_block - size * trained * block / model)  # the gradients of this block do not exist yet
+        last_block = max(0, last_block - size * trained * block / model)  # this block's gradients do not exist yet
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
     states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
-    # Divided experts are not in a block's unit. Each rank keeps its experts in memory until the backward pass.
+    # A block's unit does not include divided experts. Each rank keeps its experts until the backward pass.
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
@@ -387,13 +378,13 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         left = size * outside + whole
     else:
         gathered = left = size * outside + min(gathered_blocks, config.depth) * whole
-    # At the end, gradients of the first block and of the embedders do not exist yet, and no next block is gathered.
+    # When the pass ends, gradients of the first block and the embedders do not exist, and no further block is gathered.
     ahead = 0 if setup.reshard == "never" else (min(gathered_blocks, config.depth) - 1) * whole
     last_block = max(0, last_block - size * trained_block - size * outside - ahead)
     return Estimate(states, activations, before, after, gathered + kept, left + size * own, last_block)
 
 
-RING = 48 << 20  # bytes of the ring buffer through which the moments are copied to and from host memory
+RING = 48 << 20  # bytes of the buffer that copies moments to and from host memory
 OFFLOADED: dict[str, tuple[str, ...]] = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
 
 
@@ -410,8 +401,7 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
 
 
 def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
-    """Return (bytes in host memory, bytes of the ring buffer on the device) for the blocks of --offload. If fsdp shards
-    them, both count a rank's shards."""
+    """Return --offload's bytes in host memory, and the bytes of the device's ring buffer, both for one rank."""
     if not setup.streamed:
         return 0, 0
     size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
@@ -422,8 +412,7 @@ def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
 
 
 def _host_gradients(config: DiTConfig, setup: Setup) -> float:
-    """Return the bytes of host memory for the gradients of offloaded blocks. torch's allocator of page-locked memory
-    rounds every tensor up to a power of 2."""
+    """Return the host bytes for offloaded blocks' gradients. torch rounds page-locked tensors up to powers of 2."""
     ranks, numbers = setup.alike // setup.replicate, spread_numbers(config.depth, setup.streamed)
     prefixes = tuple(f"blocks.{number}." for number in numbers)
     shapes = (shape for name, shape in model_shapes(config)[0].items() if name.startswith(prefixes))
@@ -431,7 +420,6 @@ def _host_gradients(config: DiTConfig, setup: Setup) -> float:
 
 
 def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
-    """Move the blocks that --offload keeps in host memory from the device's bytes to the host's."""
     blocks, ring = of_streamed(config, setup)
     if not blocks:
         return needs
@@ -443,7 +431,6 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
-    """Move the states that --offload keeps in host memory from the device's bytes to the host's."""
     host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
@@ -451,8 +438,8 @@ def _offloaded(needs: Estimate, offload: str) -> Estimate:
 
 
 def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
-    """Replace "auto" settings of fsdp by those with the least traffic with which a step fits in memory. capacity: bytes
-    of memory; None for no limit. Keeping weights gathered is preferred to keeping complete gradients."""
+    """Replace fsdp's "auto" settings by those with the least traffic that fit in ``capacity`` bytes; None for no limit.
+    Keeping weights gathered is preferred to keeping complete gradients."""
 
     def fits(**changes) -> bool:
         return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -467,7 +454,7 @@ def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: floa
 
 
 def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
-    """Return how many samples of a micro-batch fit in ``capacity`` bytes; 0 if the states alone do not."""
+    """Return how many samples of a micro-batch fit in ``capacity`` bytes; 0 if the states alone do not fit."""
     if setup.pipeline_parallel > 1:
         return min(largest_batch(*stage, capacity) for stage in stage_setups(config, setup))
     if estimate(config, setup, 0).total > capacity:
@@ -475,7 +462,7 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
     room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.gathered - fixed.activations
     largest = max(0, int(room // (one.activations - fixed.activations)))
-    # This number of samples fits when the backward pass begins. The end of the pass may need more memory.
+    # So many samples fit at the beginning of the backward pass. The end may need more memory.
     return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
 
 
@@ -484,8 +471,8 @@ def block_float8(config: DiTConfig, setup: Setup) -> float:
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
-    """Return two numbers of bytes at the start of the backward pass, by the plan's terms: the activations of all blocks
-    except one, and the activations and temporary tensors of that one block."""
+    """Return the bytes of activations when the backward pass begins: of all blocks but one, and of that block with its
+    temporary tensors."""
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     frozen = setup.lora is not None and not trains_modulation(config, setup.lora)
     execution = replace(setup.execution, frozen_gates=frozen)
@@ -497,16 +484,16 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
         _, tokens = divide_grid(frames, math.prod(places), setup.sequence_parallel, by_frames)
         tokens *= setup.sequence_parallel
     tokens = batch * -(-tokens // (setup.sequence_parallel * setup.tensor_parallel))
-    if setup.tensor_parallel > 1:  # add a layer's gathered input, and this rank's term of the sum over ranks
+    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term of the sum over ranks
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # FP8 copies of weights; with LoRA the bytes are equal
+        block += kept.weights  # FP8 copies of weights, or equally large buffers with LoRA
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if kept_blocks < config.depth:  # a recomputed block keeps only its input and modulation
         given = unit + size * batch * config.modulation_width
-        if setup.recompute == BUT_ATTENTION:  # attention's outputs and log-sum-exps are kept
+        if setup.recompute == BUT_ATTENTION:  # attention's outputs and log-sum-exps are also stored
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
     else:
@@ -516,10 +503,10 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
-    """Suggest the first change with which a step fits in ``capacity`` bytes; None if the step fits already.
+    """Suggest the first change with which a step fits in ``capacity`` bytes; None if it fits already.
 
-    In order: recompute parts of blocks, or blocks; move state to host memory (fsdp); smaller micro-batches; 8-bit
-    moments; share samples between ranks; more ranks.
+    Suggestions come in this order: recompute blocks, at first only some operations; move state to host memory (fsdp);
+    smaller micro-batches; 8-bit moments; share samples between ranks; more ranks.
     """
 
     def fits(**changes) -> bool:
@@ -578,7 +565,7 @@ def card_memory(device: torch.device) -> int | None:
 
 
 def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
-    """Describe the parts of an estimate in words."""
+    """Describe an estimate's largest terms in words."""
     encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
     shown = {f"states{encoders}": sum(needs.states.values()), **needs.peak, "libraries": libraries}
@@ -591,7 +578,7 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
     """Return the line on memory that train.py prints. capacity: bytes of the GPU; None on a CPU."""
     settled = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     needs = estimate(config, settled, batch)
-    if capacity is None:  # a CPU run has no ring buffer
+    if capacity is None:  # no ring buffer on a CPU
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
     text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs, 0 if capacity is None else LIBRARIES)}"
@@ -613,8 +600,8 @@ if TYPE_CHECKING:
 
 
 def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Setup"]]:
-    """Return the configuration and setup of each rank of a pipeline: the layers of its stages, and the activations of
-    all micro-batches that are in flight at once."""
+    """Return a configuration and a setup for each pipeline rank: its stages' layers, with all micro-batches in
+    flight."""
     ranks, found = setup.pipeline_parallel, []
     for rank in range(ranks):
         stages = stages_of(config, setup.schedule, rank, ranks)
@@ -643,16 +630,14 @@ def absent_parameters(config: DiTConfig, stages: PipelineStages, tensor_parallel
     return absent
 
 
-# Fraction of host memory for page-locked state and save buffers. Data loaders, libraries and the page cache need the
-# rest.
+# Fraction of host memory to plan with. Data loaders, libraries and the page cache need the rest.
 USABLE_OF_A_HOST = 0.8
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Return this machine's bytes of memory, or the container's (control group's) limit if that is lower. root: the
-    file system's root."""
+    """Return this machine's bytes of memory, or the container's limit if lower. root: the file system's root."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError):  # the file is missing or does not have Linux's format
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or in another format
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
@@ -663,14 +648,13 @@ def host_memory(root: Path = Path("/")) -> int:
                 continue
             inside = PurePosixPath(path.lstrip("/"))
             for folder in (inside, *inside.parents):  # a container may see its control group as the root
-                with contextlib.suppress(OSError, ValueError):  # the file does not exist, or its value is "max"
+                with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
                     found.append(int((base / folder / name).read_text()))
     return min(found)
 
 
 def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
-    """Raise ValueError if ``ranks`` processes on CPUs don't fit into this machine's memory: Linux would kill them
-    silently."""
+    """Raise ValueError if ``ranks`` CPU processes don't fit into memory. Linux would kill them silently."""
     needs = estimate(config, setup, batch)
     needed, there = ranks * (needs.total + needs.host_total), host_memory()
     if needed > there:
@@ -681,15 +665,14 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
 
 
 def save_buffers(config: DiTConfig, setup: Setup) -> float:
-    """Return the bytes of a rank's buffer for saves: its even share of masters, averages and moments."""
+    """Return the bytes of a rank's save buffer: its even share of masters, averages and moments."""
     trained = trained_count(config, replace(setup, tensor_parallel=1))
     squares = trained - (0 if setup.muon is None else matrix_count(config))
     return 4 * setup.networks * (trained * (2 + setup.averages) + squares) / setup.world
 
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:
-    """Raise ValueError if this machine's memory is too small for its ``ranks`` processes: for what --offload moves, and
-    for saving."""
+    """Raise ValueError if this machine's memory is too small for the state that ``ranks`` processes offload or save."""
     state = estimate(config, setup, batch).host_total
     buffers = save_buffers(config, setup) if saves else 0
     needed, there = ranks * (state + buffers), host_memory()

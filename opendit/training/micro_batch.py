@@ -1,7 +1,4 @@
-"""Micro-batches on the device: samples of one size, or packs.
-
-The classes ``Latents`` and ``Packing`` convert the data loader's batches to micro-batches.
-"""
+"""Micro-batches on the device: samples of one size, or packs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +38,11 @@ class MicroBatch(NamedTuple):
         x0, noise: latents and their noise, (B, C, ...) fp32.
         t: (B,) times drawn by the objective.
         given: (B, 1 + C, T, H, W) mask and latents of the conditioning frames; see opendit/models/conditioning.py.
-        in_place: True if the conditioning frames replace frames of x_t. The loss excludes these frames.
-        kept: (B, n) int64 indices of the routed blocks' tokens (opendit/models/auxiliary.py); None for all tokens.
+        in_place: True if conditioning frames replace frames of x_t. The loss excludes these frames.
+        kept: (B, n) int64 indices of the routed blocks' tokens; None for all tokens.
         dropped: (B,) bool, True to drop the routed blocks' result; None without a fused route.
-        alignment: features that tokens are aligned with (opendit/models/auxiliary.py).
-        uncertain: True if the model learns weights for the losses (opendit/models/auxiliary.py).
+        alignment: features with which tokens are aligned (opendit/models/auxiliary.py).
+        uncertain: True if the model learns weights for the losses.
     """
 
     x0: Tensor
@@ -60,7 +57,7 @@ class MicroBatch(NamedTuple):
     uncertain: bool = False
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, in one order for all micro-batches of a run."""
+        """Return all tensors, always in one order."""
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
         features = None if self.alignment is None else self.alignment.features
@@ -73,7 +70,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def row_times(self) -> Tensor:
-        """The time of each sample in x0, (B,)."""
+        """Times of the rows of x0, (B,)."""
         return self.t
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
@@ -85,12 +82,11 @@ class MicroBatch(NamedTuple):
         return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
-        """Return the network's times: ``timestep`` (B,), or (B, T) for each frame if conditioning frames are in
-        place."""
+        """Return the network's times: ``timestep`` (B,), or per frame, (B, T), with conditioning frames in place."""
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
-        """Return the loss of each sample, (B,), from the network's output."""
+        """Return the samples' losses, (B,), from the network's output."""
         output, *more = output if isinstance(output, tuple) else (output,)
         losses = self._losses(objective, output, prepared)
         if self.uncertain:
@@ -100,8 +96,7 @@ class MicroBatch(NamedTuple):
     def _losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
         if not self.in_place or self.given is None:
             return objective.loss(output, prepared)
-        # Conditioning frames in place have x0 = noise and a target of 0. With an output of 0, they add nothing to the
-        # mean.
+        # Conditioning frames in place have a target of 0. With an output of 0, they add nothing to the mean.
         drawn = 1 - self.given[:, :1]
         return objective.loss(output * drawn, prepared) / drawn.flatten(1).mean(1)
 
@@ -110,8 +105,7 @@ class MicroBatch(NamedTuple):
         return losses.mean()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of the samples with a True element in ``marked``; all if its first dimension is no
-        multiple of B."""
+        """Return the indices of samples with True in ``marked``, or of all samples if its rows are not samples."""
         count = len(self.x0)
         if marked.dim() == 0 or marked.shape[0] % count:
             return list(range(count))
@@ -121,14 +115,13 @@ class MicroBatch(NamedTuple):
     def of(
         cls, x0: Tensor, t: Tensor, noise: Tensor, y: Condition, given: Tensor | None, in_place: bool, *more: Any
     ) -> "MicroBatch":
-        """Make a micro-batch. For conditioning frames in place, set the noise to x0, so that x_t = x0 at every time."""
+        """Make a micro-batch. Conditioning frames in place get noise = x0, so that x_t = x0 at every time."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
         return cls(x0, t, noise, y, given, in_place, *more)
 
     def clone(self) -> "MicroBatch":
-        """Return a copy with all tensors copied. The copy's captions are marked as full (not padded) only if all
-        captions are."""
+        """Return a copy of all tensors. Its captions count as padded if any caption is."""
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
         dropped = None if self.dropped is None else y.pop()
@@ -147,9 +140,9 @@ class PackedMicroBatch:
     Attributes:
         x0, noise: (N, C, *patch) fp32 patches.
         t, condition: times (S,) and conditions of the segments.
-        shares: (S,) fp32 weight of each segment in the loss; see :meth:`Packing.shares`.
+        shares: (S,) fp32 weights of the segments in the loss; see :meth:`Packing.shares`.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
-        kept: (1, n) int64 indices of the routed blocks' tokens; ``segments.kept`` has the count per segment.
+        kept: (1, n) int64 indices of the routed blocks' tokens; ``segments.kept`` counts them per segment.
         dropped, uncertain: (S,) bool, and a bool, see :class:`MicroBatch`.
     """
 
@@ -170,11 +163,11 @@ class PackedMicroBatch:
 
     @property
     def row_times(self) -> Tensor:
-        """The time of each token, (N,). The objective treats each token as a sample."""
+        """Times of the tokens, (N,). The objective treats each token as a sample."""
         return self.t[self._placed.sample_of_row]
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """Return the network's arguments, with one time for each segment, (S,)."""
+        """Return the network's arguments, with one time per segment, (S,)."""
         inputs = with_given(x_t, self.given), timestep[self._placed.offsets[:-1]]
         more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
         more |= {} if self.dropped is None else {"dropped": self.dropped}
@@ -182,7 +175,7 @@ class PackedMicroBatch:
         return inputs, {"y": self.condition, "segments": self.segments, **more}
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
-        """Return the loss of each segment, (S,): the mean over the segment's tokens."""
+        """Return the segments' losses, (S,): each is the mean over the segment's tokens."""
         output, u = output if self.uncertain else (output, None)
         losses = segment_means(objective.loss(output, prepared), self.segments)
         return losses if u is None else weighted(losses, u)
@@ -192,8 +185,8 @@ class PackedMicroBatch:
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of the samples with a True element in ``marked``, (tokens, ...) or (segments, ...); all
-        for other shapes."""
+        """Return the indices of samples with True in ``marked``, (tokens, ...) or (segments, ...); all for other
+        shapes."""
         count, tokens = len(self.segments.grids), self.segments.tokens
         if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
             marked = marked[0]
@@ -209,8 +202,9 @@ def _rows_of(marked: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Converts samples to latents, by encoding pixels or by sampling from cached moments. The noise is keyed by (seed,
-    step, index).
+    """Converts samples to latents: encodes pixels, or samples from cached moments.
+
+    The noise is keyed by (seed, step, index).
 
     Args:
         codec: the VAE, or the codec that returns pixels unchanged. Not used for cached latents.
@@ -224,10 +218,8 @@ class Latents:
     seed: int
 
     def of(self, x: Tensor, step: int, index: Tensor) -> Tensor:
-        """Return the latents of x, (B, C, h, w) or (B, C, t, h, w) fp32. All tensors are on the device.
-
-        x: pixels or cached moments (B, ...). index: (B,) indices in the global batch.
-        """
+        """Return the latents of x, (B, C, h, w) or (B, C, t, h, w) fp32. All tensors are on the device. x: pixels or
+        cached moments (B, ...). index: (B,) indices in the global batch."""
         if self.cached is not None:
             return sample_moments(x, self._noise(x, step, index), *self.cached)
         codec = self.codec
@@ -235,14 +227,12 @@ class Latents:
         if not self.sampled:
             return codec.encode(x, None)
         moments = codec.moments(x)
-        # A VAE on a CPU may return channels_last, for which the backward pass of Gemini's sharded convolution crashes.
+        # contiguous: a VAE on a CPU may return channels_last, with which Gemini's sharded convolution crashes.
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
 
     def of_first_frames(self, x: Tensor) -> Tensor:
-        """Return mask and latents of first frames, encoded without noise (:func:`give_beside`).
-
-        x: clips (B, 3, T, H, W); frames after the first become grey. Or cached means (B, C, t, h, w) of such clips.
-        """
+        """Return mask and latents of first frames, encoded without noise (:func:`give_beside`). x: clips (B, 3, T, H,
+        W), or cached means (B, C, t, h, w) of clips. Cached clips have grey frames after the first."""
         if self.cached is not None:
             return give_beside(
                 sample_moments(torch.cat([x, torch.zeros_like(x)], dim=1), torch.zeros_like(x), *self.cached)
@@ -263,8 +253,8 @@ def condition_on_first_frames(
     """Condition an image-to-video model on the first frames of clips x, (B, 3, T, H, W), or on those cached in
     ``batch``.
 
-    Return the conditions y, with tokens of the first frames if the model attends to them. Also return mask and latents
-    of the clips, in which all frames except the first are grey.
+    Return the conditions, with tokens of the first frames if the model attends to them, and the first frames' mask and
+    latents.
     """
     if batch.first is None:
         pixels = to_pixels(x)
@@ -274,7 +264,7 @@ def condition_on_first_frames(
 
 
 class SampleInputs(Protocol):
-    """Interface of ``Inputs`` in train.py. See there for the methods."""
+    """Interface of ``Inputs`` in train.py. The methods are documented there."""
 
     @property
     def objective(self) -> Objective: ...
@@ -302,8 +292,7 @@ class Packing:
     micro_batches: int
 
     def micro_batch(self, inputs: SampleInputs, batch: Batch, index: Tensor) -> PackedMicroBatch:
-        """Convert a batch with tensors of different shapes to one sequence of packs. index: (S,) positions in the
-        global batch."""
+        """Convert a batch of different shapes to one packed sequence. index: (S,) positions in the global batch."""
         samples, x0, noise, given = cast(tuple[Tensor, ...], batch.x), [], [], []
         for part in same_size(samples):
             x = torch.stack([sample.to(inputs.device, non_blocking=True) for sample in samples[part]])
@@ -329,10 +318,8 @@ class Packing:
     def route(
         self, segments: Segments, inputs: SampleInputs, step: int, index: Tensor
     ) -> tuple[Segments, Tensor | None, Tensor | None]:
-        """Draw each segment's tokens for the routed blocks, with the random numbers of a run without packs.
-
-        Return the segments with the drawn numbers of tokens, and the micro-batch's ``kept`` and ``dropped``.
-        """
+        """Draw each segment's tokens for the routed blocks, by the random numbers of a run without packs. Return the
+        segments with their drawn lengths, and the micro-batch's ``kept`` and ``dropped``."""
         kept, counts, dropped = [], [], []
         for run in segments.runs:
             own = slice(run.segment, run.segment + run.count)
@@ -351,8 +338,7 @@ class Packing:
         return Segments.of(list(sizes), self.patch, self.tokens)
 
     def patches(self, latents: Sequence[Tensor]) -> Tensor:
-        """Cut latents, groups (k, C, ...) of samples of one size, into patches (tokens, C, *patch), padded with
-        zeros."""
+        """Cut latents, in groups (k, C, ...) of one size, into patches (tokens, C, *patch), padded with zeros."""
         found = [to_patches(group, self.patch).flatten(0, 1) for group in latents]
         left = self.tokens - sum(map(len, found))
         return torch.cat([*found, found[0].new_zeros(left, *found[0].shape[1:])])
@@ -368,7 +354,7 @@ class Packing:
 
 
 def same_size(samples: Sequence[Tensor]) -> list[slice]:
-    """Return slices of consecutive samples of one shape."""
+    """Return slices of consecutive samples with equal shapes."""
     found, first = [], 0
     for _, group in groupby(samples, key=lambda x: x.shape):
         count = sum(1 for _ in group)

@@ -45,10 +45,8 @@ from opendit.training.memory import USABLE, Setup, resolve_sharding
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model to train on a data set, the objective, and the flags with resolved caption flags.
-
-    ``config`` has the newest revision; weights to start from may have an earlier revision (:func:`check_pretrained`).
-    """
+    """The model to train on a data set, the objective, and the flags with resolved caption flags. ``config`` has the
+    newest revision; :func:`check_pretrained` may return an earlier one."""
 
     flags: TrainConfig
     objective: Objective
@@ -57,14 +55,14 @@ class ModelPlan:
     notes: list[str]
 
 
-FORWARD_MODE = ("dit", "vdit")  # architectures for MeanFlow: every operation has a forward-mode derivative
+FORWARD_MODE = ("dit", "vdit")  # architectures in which every operation has a forward-mode derivative
 
 
 def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | None = None) -> ModelPlan:
     """Choose the model's configuration and objective, and check them against the flags and the data set.
 
-    A public model takes its configuration from the checkpoint to ``resume``, if any. Raises ValueError or OSError, with
-    the flag and the fix.
+    A public model's configuration comes from ``resume``, if there is one. Raises ValueError or OSError, with the flag
+    and the fix.
     """
     flags, notes = resolve_captions(flags, dataset)
     vae, channels, size, frames = _latent_geometry(flags, dataset)
@@ -117,8 +115,7 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
 
 
 def _alignment(flags: TrainConfig, dataset: MediaDataset) -> AlignmentConfig | None:
-    """Return the alignment settings of --repa, or None. Raises ValueError for data or an encoder that --repa can't
-    use."""
+    """Return the alignment settings of --repa, or None. Raises ValueError for an unsuitable data set or encoder."""
     if flags.repa is None:
         return None
     about, make = dataset.describe(), "make latents with preprocess.py latents --repa FOLDER"
@@ -138,14 +135,14 @@ def check_features(config: DiTConfig, features: CachedFeatures | None) -> None:
 
 
 def lora_of(flags: StartFlags, base: str = "") -> Lora | None:
-    """Return the LoRA settings of the flags, or None. base: path of the weights that the LoRA adds to."""
+    """Return the LoRA settings of the flags, or None. base: path of the base weights."""
     if flags.lora is None:
         return None
     return Lora(flags.lora, flags.lora_alpha or flags.lora, base, tuple(flags.lora_targets))
 
 
 def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> None:
-    """Raise ValueError if a rank of a pipeline would have nothing to train."""
+    """Raise ValueError if a pipeline rank would have nothing to train."""
     for rank in range(ranks):
         stages = stages_of(config, schedule, rank, ranks)
         if not any(stages.has(config, name) for name in lora_layers(config, lora)):
@@ -158,10 +155,8 @@ def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> N
 def _public_model(
     flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...], cached_tokens: int
 ) -> tuple[PublicConfig, FlowObjective]:
-    """Return configuration and objective of the public model at ``source``. channels, size: of the latents.
-
-    ``cached_tokens``: tokens of cached caption embeddings, or 0. Raises ValueError if the data don't fit the model.
-    """
+    """Return configuration and objective of the public model at ``source``. Raises ValueError if the data don't fit.
+    channels, size: of the latents. ``cached_tokens``: tokens of cached caption embeddings, or 0."""
     info = read_info(source)
     found = config_from_dict(info["config"]) if "config" in info else None
     if not isinstance(found, PublicConfig):
@@ -210,7 +205,7 @@ def _check_first_frames(flags: TrainConfig, config: PublicConfig, dataset: Media
 
 
 def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:
-    """Raise ValueError if cached caption embeddings don't have the shapes that a public model takes."""
+    """Raise ValueError if cached caption embeddings don't have a public model's shapes."""
     if about.empty_caption is None:
         return
     assert config.text is not None
@@ -225,11 +220,8 @@ def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Descripti
 
 
 def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:
-    """Return --given_frames converted to latent frames, for clips of ``num_frames`` frames and ``latent`` latent
-    frames.
-
-    Raises ValueError for frames that end inside a latent frame.
-    """
+    """Convert --given_frames to latent frames, for clips of ``num_frames`` frames and ``latent`` latent frames. Raises
+    ValueError for frames that end inside a latent frame."""
     if asked is None or latent is None or not asked.startswith("prefix:"):
         return asked
     count, temporal = cast(int, parse_given(asked)), (num_frames - 1) // max(1, latent - 1) or 1
@@ -247,15 +239,15 @@ def check_pretrained(
 ) -> tuple[Weights, DiTConfig, DiTConfig]:
     """Find the weights of --pretrained and check that the model can start from them. Call on every rank of ``mesh``.
 
-    Return the weights, not yet read; the configuration of their model; and ``config`` in the weights' revision, or
-    unchanged for a ``resumed`` run. Raises ValueError or FileNotFoundError.
+    Return the weights (not read yet), the configuration of their model, and ``config`` in the weights' revision. For a
+    ``resumed`` run, ``config`` stays. Raises ValueError or FileNotFoundError.
     """
     weights = read_newest(pretrained, notes=notes, mesh=mesh)
     if "lora" in weights.info:
         raise ValueError(
             f"--pretrained {pretrained}: holds what --lora adds to {weights.info['lora']['base']}; give that"
         )
-    # Meta's files have no configuration, so infer one from the shapes of the weights.
+    # Meta's files have no configuration: infer one from the shapes.
     found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
@@ -270,8 +262,7 @@ def saved_by_adaln_lora(config: DiTConfig) -> str:
 
 
 def memory_setup(flags: TrainConfig, world: int, encoders: int = 0) -> Setup:
-    """Return the settings for a run's memory estimate on ``world`` GPUs with all kernels. encoders: bytes of frozen
-    encoders."""
+    """Return the settings for a memory estimate on ``world`` GPUs. encoders: bytes of frozen encoders."""
     return Setup(
         encoders=encoders,
         plugin=flags.plugin,
@@ -305,13 +296,12 @@ def memory_setup(flags: TrainConfig, world: int, encoders: int = 0) -> Setup:
 
 
 def encoder_bytes(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
-    """Return the bytes of a public model's text encoders (--text_precision) and VAE (fp32) that stay on every GPU; 0 if
-    their folder does not exist, as in a dry run."""
+    """Return the bytes of a public model's text encoders and VAE on every GPU; 0 if their folder does not exist."""
     if not isinstance(config, PublicConfig) or isinstance(dataset, MockDataset):
         return 0
     found, about = 0, dataset.describe()
     with suppress(OSError, ValueError):
-        # If embeddings are cached, sample grids use them and need no text encoder.
+        # With cached embeddings, sample grids need no text encoder.
         if about.empty_caption is None or flags.evaluate_every > 0:
             folder, family = Path(cast(str, flags.text_encoder)), family_of(config.family)
             found += text_encoder_bytes(folder, family, flags.text_precision)
@@ -345,11 +335,8 @@ def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
 
 
 def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
-    """Return the VAE's name, the number of latent channels, (height, width), and the number of latent frames or
-    None.
-
-    Raises ValueError if --image_size or --num_frames does not divide into patches.
-    """
+    """Return the VAE's name, the latents' channels, (height, width), and the number of latent frames or None. Raises
+    ValueError if --image_size or --num_frames does not divide into patches."""
     patch, about = patch_size(flags.model), dataset.describe()
     if about.kind == "latents":
         channels, *frames, height, width = about.sample_shape
@@ -380,8 +367,8 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
 
 
 def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
-    """Choose the sharding. Settings that are "auto" or None get the values with the least traffic with which a step of
-    ``batch`` samples fits in memory. capacity: bytes of the GPU; None on a CPU, where everything is assumed to fit."""
+    """Choose the sharding. "auto" and None become the values with the least traffic that fit into memory. batch:
+    samples per micro-batch. capacity: bytes of the GPU; None on a CPU, where everything is assumed to fit."""
     resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     return Sharding(
         reduce_dtype=PRECISIONS[resolved.reduce_dtype],
@@ -394,9 +381,7 @@ def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
     """Check that the run can resume from a checkpoint; return notes to print. adds: True if the run trains a LoRA.
-
-    Raises ValueError if model or objective differ, or if the checkpoint's weights don't fit its configuration.
-    """
+    Raises ValueError if the model or objective differs, or if the checkpoint's weights don't fit its configuration."""
     folder, info = checkpoint.folder, read_info(checkpoint.model)
     if "config" not in info:
         raise ValueError(f"--load: {checkpoint.model} does not say which model it holds; load another checkpoint")
@@ -430,7 +415,7 @@ def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective
 
 
 def _check_shapes(checkpoint: Checkpoint, config: DiTConfig) -> None:
-    """Raise ValueError if the files of weights and averages, by their headers, don't have the shapes of the model."""
+    """Raise ValueError if the checkpoint's weights or averages don't have the model's shapes. Only headers are read."""
     own = model_shapes(config)[0]
     for name in (checkpoint.model.name, *checkpoint.state["ema"]["files"]):
         with checkpoint.open(name) as tensors:

@@ -28,11 +28,10 @@ from opendit.parallel.mesh import ControlGroup, Mesh
 
 
 class Board:
-    """Writer of curves and pictures for TensorBoard, in a new event file for each start of a run.
+    """Writer of curves and pictures for TensorBoard. Each start of a run writes a new event file.
 
-    TensorBoard hides points that earlier starts wrote from ``first_step`` on, because this start repeats those steps.
-    root: see :class:`RecordFile`. Methods raise OSError if a write fails; the points are then written with
-    the next ones.
+    TensorBoard hides earlier points from ``first_step`` on, because this start repeats those steps. root: see
+    :class:`RecordFile`. Methods raise OSError if a write fails; the next write repeats the points.
     """
 
     def __init__(self, folder: Path, first_step: int, root: Path | None = None):
@@ -46,7 +45,7 @@ class Board:
 
     @property
     def complete(self) -> bool:
-        """True if at least one record was written, and none is lost or still waits."""
+        """True if records were written, and none is lost or waiting."""
         return self._written and not self._file.waiting and not self._file.lost
 
     def scalars(self, values: dict[str, float], step: int) -> None:
@@ -92,9 +91,9 @@ PROJECT = "opendit"
 
 
 class RunLogger(ABC):
-    """Interface of further loggers. They get the values that TensorBoard gets, and may raise their library's errors."""
+    """Interface of further loggers. They get the values for TensorBoard, and may raise their library's errors."""
 
-    where: str  # one line that tells the user how to view the log
+    where: str  # tells the user how to view the log
 
     @abstractmethod
     def __init__(self, folder: Path, config: dict[str, Any]):
@@ -116,12 +115,12 @@ class WandbLogger(RunLogger):
     def __init__(self, folder: Path, config: dict[str, Any]):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode != "online":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # turns off crash reports
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports to its makers
         import wandb  # pyright: ignore[reportMissingImports]  # an optional dependency
 
         self._wandb = wandb
         known = folder / "wandb" / "run_id"
-        make_folder(known.parent, root=folder)  # make the folder here, because wandb would follow a symbolic link
+        make_folder(known.parent, root=folder)  # wandb would follow a symbolic link
         run_id = known.read_text().strip() if known.is_file() else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -131,11 +130,11 @@ class WandbLogger(RunLogger):
             resume="allow",
             dir=str(folder),
             config=config,
-            # keeps wandb from capturing the console with its progress bar
+            # wandb must not capture the progress bar
             settings=wandb.Settings(console="off", silent=True),
         )
         write_whole(known, self._run.id.encode(), root=folder)
-        # W&B's step can only rise. With the separate metric "step", a resumed run can log steps again.
+        # W&B's step can only rise. A metric "step" lets a resumed run log steps again.
         self._run.define_metric("*", step_metric="step")
         self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
 
@@ -154,7 +153,7 @@ class MlflowLogger(RunLogger):
     experiment."""
 
     def __init__(self, folder: Path, config: dict[str, Any]):
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # turns off usage reports to MLflow's makers
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no usage reports to its makers
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # an optional dependency
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
@@ -163,7 +162,7 @@ class MlflowLogger(RunLogger):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or own
         self._client = MlflowClient(tracking_uri=uri)
         self._run_id = self._find(folder, None if uri != own else (outputs / "mlartifacts").as_uri())
-        # log only new parameters, because logged ones can't be changed
+        # logged parameters can't be changed
         known = self._client.get_run(self._run_id).data.params
         params = [Param(name, str(value)[:500]) for name, value in config.items() if name not in known]
         for first in range(0, len(params), 100):  # one call accepts at most 100 parameters
@@ -171,7 +170,7 @@ class MlflowLogger(RunLogger):
         self.where = f"mlflow ui --backend-store-uri {uri}"
 
     def _find(self, folder: Path, artifacts: str | None) -> str:
-        """Return the id of the MLflow run for this folder, a new one if there is none."""
+        """Return the id of the MLflow run for this folder; create the run if there is none."""
         client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name, artifact_location=artifacts)
@@ -205,21 +204,20 @@ def _image(png: bytes):
 
 
 def allocation_retries() -> int:
-    """Return how often torch's allocator ran out of memory, freed its cached blocks and tried again, while the host
-    waited."""
+    """Return how often torch's allocator ran out of memory, freed its cache and tried again while the host waited."""
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 class MemoryPressure:
-    """Detector of nearly full GPU memory: torch has retried allocations in ``LINES`` consecutive lines of the log."""
+    """Detector of nearly full GPU memory: torch retried allocations in ``LINES`` consecutive lines of the log."""
 
-    LINES = 2  # A single retry is normal in the first steps, or when a sample grid is drawn.
+    LINES = 2  # single retries are normal, in the first steps or when a sample grid is drawn
 
     def __init__(self, retries: Callable[[], int] = allocation_retries):
         self._retries, self._before, self._lines, self._said = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
-        """Return a note, once, if memory is nearly full. Call for every line of the log, of ``steps`` steps."""
+        """Return a note, once, if memory is nearly full. Call for each line of the log. steps: steps in the line."""
         now, before = self._retries(), self._before
         self._before = now
         if self._said or before is None:
@@ -237,8 +235,7 @@ class MemoryPressure:
 
 logger = logging.getLogger(__name__)
 
-# Peak FLOP/s of the tensor cores for dense bf16/fp16 products, from the vendors' data sheets. For other GPUs, no MFU is
-# logged.
+# Peak FLOP/s for dense bf16/fp16 products, from data sheets. No MFU is logged for other GPUs.
 PEAK_FLOPS = {
     "H200": 989.5e12,
     "H100 PCIe": 756e12,
@@ -252,7 +249,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak of one device in FLOP/s; None if it is unknown (CPUs, fp32, other GPUs)."""
+    """Return a device's peak FLOP/s; None if unknown (CPUs, fp32, other GPUs)."""
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
@@ -260,7 +257,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Monitor:
-    """Context manager that logs a run. Only rank 0 writes; other ranks take part in sums over ranks.
+    """Context manager that logs a run. Rank 0 writes; all ranks add to its sums.
 
     Args:
         failures: counts failed writes and loggers' errors.
@@ -285,7 +282,7 @@ class Monitor:
         self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         self._steps, self._since = 0, time.perf_counter()
         self._samples, self.bytes_read, self._flops = 0, 0, 0.0
-        self._peak_gib = 0.0  # peak memory before the last drawing, in GiB
+        self._peak_gib = 0.0  # peak memory before the last drawing
         self._pressure = MemoryPressure()
         self._lines, self._last_step = 0, last_step
         self.last: dict[str, Any] = {}
@@ -316,26 +313,22 @@ class Monitor:
         self._flops += flops
 
     def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
-        """Add one step's mean loss on this rank, 0-dim, unless ``finite`` is False. The host does not wait for the
-        device."""
+        """Add a step's mean loss on this rank, 0-dim, unless ``finite`` is False, without waiting for the device."""
         self._sums += torch.stack([torch.where(finite, loss, 0).double(), finite.double()])
         self._steps += 1
         if self.mesh.is_main:
             self._bar.update()
 
     def forget_drawing(self, trained: float) -> None:
-        """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing.
-
-        trained: peak in GiB before the drawing. It still counts, because a CUDA graph allocates memory only when it is
-        recorded.
-        """
+        """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing. trained: peak
+        before the drawing, in GiB. It still counts, because a CUDA graph allocates memory only once."""
         self._peak_gib = max(self._peak_gib, trained)
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     @contextlib.contextmanager
     def paused(self, really: bool = True) -> Iterator[None]:
-        """If ``really``, wait for the device, and exclude the time of the block from the training time."""
+        """If ``really``, wait for the device, and exclude the block from the training time."""
         if not really:
             yield
             return
@@ -346,9 +339,8 @@ class Monitor:
         self._since += time.perf_counter() - began
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more: Any) -> dict[str, Any]:
-        """Write one line of the log, and return its fields. All ranks must call this. The loss is a mean over all ranks
-        and over the steps since the last line, without skipped steps; None if all were skipped.
-        """
+        """Write a line of the log, and return its fields. All ranks must call this. The loss is a mean over ranks and
+        over the steps since the last line. It is None if all steps were skipped."""
         total, count = self.mesh.sum(self._sums).tolist()
         loss = total / count if count else None
         now = time.perf_counter()
@@ -372,7 +364,7 @@ class Monitor:
         }
         self._lines += 1
         if self.mesh.is_main:
-            # from the second line on, times exclude compilation and warm-up
+            # the first line's time includes compilation and warm-up
             if self._lines == 2 and step < self._last_step:
                 left, pace = self._last_step - step, (now - self._since) / self._steps
                 steps = f"{left:,} step{'s' * (left != 1)}"
@@ -417,7 +409,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _survive(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Count and suppress any exception: other loggers may raise any error."""
+        """Count and suppress any exception, because other loggers may raise any error."""
         with self.failures.survive(name, step):
             try:
                 yield
@@ -435,8 +427,7 @@ def describe_duration(seconds: float) -> str:
 
 
 def keep_up_to(log: Path, step: int) -> None:
-    """Remove an incomplete last line from the log, and the lines after ``step``; a resumed run logs these again. Raises
-    OSError."""
+    """Remove the log's lines after ``step``, and an incomplete last line. Raises OSError."""
     refuse_links(log.parent, [log.name])
     if not log.is_file():
         return
@@ -444,7 +435,7 @@ def keep_up_to(log: Path, step: int) -> None:
     kept = [line for line in lines if line.endswith(b"\n") and _is_up_to(line, step)]
     if kept == lines[: len(kept)]:
         with open(open_to_append(log), "a+b") as file:
-            file.truncate(sum(map(len, kept)))  # unlike rewriting, truncating works on a full disk
+            file.truncate(sum(map(len, kept)))  # works on a full disk, unlike rewriting
         return
     write_whole(log, b"".join(kept))
 
@@ -452,7 +443,7 @@ def keep_up_to(log: Path, step: int) -> None:
 def _is_up_to(line: bytes, step: int) -> bool:
     try:
         return json.loads(line)["step"] <= step
-    except (ValueError, TypeError, KeyError, RecursionError):  # the line was cut off when the run was killed
+    except (ValueError, TypeError, KeyError, RecursionError):  # the run was killed while it wrote the line
         return False
 
 
@@ -466,21 +457,20 @@ def resident_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-SLOW = 1.5  # a rank is slow if its time is above this multiple of the other ranks' median
-LOSS = 0.1  # a rank is reported as slow only if it costs at least this fraction of a step
-# a rank is reported as slow only if it costs at least this number of seconds between two lines of the log
+SLOW = 1.5  # least time of a slow rank, as a multiple of the other ranks' median
+LOSS = 0.1  # least loss of time, as a fraction of a step
+# least loss of time between two lines of the log, in seconds
 LEAST_S = 1.0
-REPEAT = 20  # number of lines of the log after which the warning is repeated
-TIMED = 32  # number of micro-batches before each line of the log whose forward passes are timed
+REPEAT = 20  # lines of the log until the warning is repeated
+TIMED = 32  # micro-batches before each line of the log with timed forward passes
 
 
 class Pace:
     """Timer of each rank's data waits and forward passes, to find a slow rank. With one rank it does nothing.
 
-    A step takes equally long on all ranks, because ranks wait for each other. Only the wait for data and the forward
-    pass before the first communication differ. If the forward pass waits for other ranks (Gemini's gathers, sequence
-    parallelism) or is in a CUDA graph, only the wait for data shows a slow rank. The host reads the GPU's timers only
-    when it logs a line.
+    Steps take equally long on all ranks, because ranks wait for each other. A slow rank shows in the wait for data and
+    in the forward pass before the first communication. With Gemini, sequence parallelism or a CUDA graph, only the wait
+    for data shows it. The host reads the GPU's timers only when it logs a line.
     """
 
     def __init__(self, mesh: Mesh):
@@ -488,10 +478,10 @@ class Pace:
         self._channel = ControlGroup(mesh) if mesh.world_size > 1 else None
         self._on_gpu = mesh.device.type == "cuda"
         self._data, self._batches, self._since = 0.0, 0, time.perf_counter()
-        self._begun: Any = None  # start of the micro-batch: host time in seconds, or an event on a GPU
-        # durations of forward passes: seconds, or pairs of events on a GPU
+        self._begun: Any = None  # start of the micro-batch: host time in seconds, or a GPU's event
+        # durations of forward passes: seconds, or pairs of a GPU's events
         self._forwards: deque[Any] = deque(maxlen=TIMED)
-        self._named, self._lines = None, 0  # rank that the last warning named, and number of lines since then
+        self._named, self._lines = None, 0  # rank in the last warning, and lines since then
 
     def begin(self, waited: float) -> None:
         """Start timing a micro-batch. waited: seconds that the rank waited for its data."""
@@ -502,16 +492,16 @@ class Pace:
         self._begun = self._now()
 
     def end(self) -> None:
-        """Stop timing. Call when the forward pass has ended or, on a GPU, has been enqueued."""
+        """Stop timing when the forward pass has ended or, on a GPU, has been enqueued."""
         if self._begun is None or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         begun, now, self._begun = self._begun, self._now(), None
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
-        """Return fields for a line of the log: the slowest rank, and its time divided by the other ranks' median.
-        steps: number of steps since the last line. All ranks must call this, after the host has waited for the
-        device."""
+        """Return fields for a line of the log: the slowest rank, and its time as a multiple of the other ranks' median.
+        All ranks must call this, after the host has waited for the device. steps: number of steps since the last
+        line."""
         if self._channel is None:
             return {}
         forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards

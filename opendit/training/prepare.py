@@ -68,17 +68,13 @@ from opendit.training.model_plan import (
 )
 from opendit.training.run import Run
 
-# Errors for which a program prints only the message, without a traceback: USER_ERRORS of prepare(), and RUN_ERRORS of
-# the run after prepare().
+# Errors without a traceback, for which the message suffices: raised by prepare(), and later in the run.
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 
 def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
-    """Check everything that can be wrong with a run, and load its data set and VAE.
-
-    flags, notes: see ``TrainConfig.resolve``. Raises ValueError, OSError or DataError; the message names the flag and
-    the fix.
-    """
+    """Check everything that can be wrong with a run, and load its data set and VAE. flags, notes: see
+    ``TrainConfig.resolve``. Raises ValueError, OSError or DataError, with the flag and the fix."""
     check_installed()
     if flags.deterministic:
         make_deterministic()
@@ -126,7 +122,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
         notes += check_resume(resume, config, objective, bool(flags.lora))
-    # A LoRA checkpoint does not contain the frozen weights, so every start reads the base weights.
+    # A LoRA's checkpoints do not contain its base weights.
     initial, initial_config = None, None
     if flags.pretrained and (flags.lora or not resume):
         initial, initial_config, config = check_pretrained(
@@ -138,16 +134,16 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         notes.append(saved_by_adaln_lora(config))
     lora = _lora(flags, config, initial, resume, notes) if flags.lora else None
     codec = _codec(flags, dataset, vae, mesh, notes)
-    # For a public model, sample grids use cached embeddings, because its text encoders may be larger than the model.
+    # A public model's text encoders may be larger than the model, so sample grids use cached embeddings.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
     conditioner = _conditioner(flags, config, dataset, mesh, drawn or bool(flags.sample_prompts))
     prompts = _prompts(flags, conditioner)
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
-        conditioner.encoder = None  # frees the encoder's memory for the model
+        conditioner.encoder = None  # frees memory for the model
     if mesh.is_main:
         notes += everything.describe().notes
         encoder = getattr(conditioner, "encoder", None)
-        # for the bytes encoder, fit_captions has already counted the captions
+        # fit_captions has already counted the bytes encoder's captions
         if not (config.text and config.text.inside):
             notes += caption_notes(everything, config.text, encoder)
         if validated_apart is not None:
@@ -218,8 +214,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
 
 
 def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
-    """Return the warm-up of the averages, 0 for none. A resumed run keeps its checkpoint's (``stored``), unless the
-    command line turns warm-up on or off."""
+    """Return the warm-up of the averages, 0 for none. A resumed run keeps its warm-up (``stored``) by default."""
     if stored is None:
         return WARMUP if flags.ema_warmup else 0
     if "ema_warmup" not in flags.given:
@@ -228,16 +223,16 @@ def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
 
 
 def make_deterministic() -> None:
-    """Make torch give the same bits in every run on the same GPU and libraries (--deterministic).
+    """Make torch give bit-identical results in every run on one kind of GPU and libraries (--deterministic).
 
-    An operation without a deterministic implementation raises RuntimeError. Don't use ``warn_only``: torch's attention
-    would then sum dq in any order. cuBLAS needs a workspace of fixed size before its first use.
+    An operation without a deterministic implementation raises RuntimeError. With ``warn_only``, attention would sum dq
+    in any order. cuBLAS needs a workspace of fixed size before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Any, because type checkers don't find the attribute
+    # Any: type checkers don't find the attribute
     memory: Any = torch.utils.deterministic
-    memory.fill_uninitialized_memory = False  # not needed, because this program reads no uninitialized memory
+    memory.fill_uninitialized_memory = False  # this program reads no uninitialized memory
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
@@ -268,7 +263,7 @@ def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, 
 
 
 def _kernels(flags: TrainConfig, config: DiTConfig, mesh: Mesh, stored: str | None, notes: list[str]) -> KernelChoice:
-    """Choose the kernels of the run. stored: attention kernel of the checkpoint to resume from, if any."""
+    """Choose the run's kernels. stored: attention kernel of the checkpoint to resume from, if any."""
     dtype = PRECISIONS[flags.mixed_precision]
     head_dim = config.hidden_size // config.num_heads
     packs = flags.pack_tokens is not None
@@ -293,11 +288,11 @@ def agree_on_attention(
     mesh: Mesh,
     notes: list[str],
 ) -> KernelChoice:
-    """Choose the attention kernel on rank 0, and use it on every rank. All ranks must call this.
+    """Choose the attention kernel on rank 0 for every rank. All ranks must call this.
 
-    Attention kernels round differently, so with --attention auto a resumed run prefers its checkpoint's kernel. On a
-    GPU, --deterministic avoids cuDNN, which sums dq in any order. It uses torch's FlashAttention, or in fp32 the
-    memory-efficient kernel.
+    Attention kernels round differently. With --attention auto, a resumed run therefore prefers its checkpoint's kernel.
+    With --deterministic, a GPU uses FlashAttention (in fp32, the memory-efficient kernel), because cuDNN sums dq in any
+    order.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
     stored = stored if speed.attention == "auto" else None
@@ -318,8 +313,7 @@ def agree_on_attention(
 def _codec(
     flags: TrainConfig, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
 ) -> ImageCodec | VideoCodec | None:
-    """Load the VAE; None if nothing needs it. If only sample grids do and it can't be loaded, return None with a
-    note."""
+    """Load the VAE; None if nothing needs it. If only sample grids do, a missing VAE gives None and a note."""
     if only_cached := _named_by_the_cache_alone(flags, dataset, vae):
         notes.append(
             f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
@@ -329,8 +323,7 @@ def _codec(
     if isinstance(dataset, MockDataset):
         return None
     about = dataset.describe()
-    # For Stable Diffusion's VAE, fp16 is much closer to fp32 than bf16 is (docs/log/2026-11-21-vae-precision.md). VAEs
-    # of public models run in fp32, as their pipelines recommend.
+    # Stable Diffusion's VAE is much more exact in fp16 than in bf16. Public models' pipelines run VAEs in fp32.
     half = mesh.device.type == "cuda" and not family_in(flags.model)
     dtype = torch.float16 if half else torch.float32
     load = load_video_codec if flags.use_video else load_codec
@@ -344,10 +337,8 @@ def _codec(
 
 
 def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
-    """Return the flags that the user must add to load the encoders that only the index of cached latents names.
-
-    They are not loaded unless their names are well known, because an index may come from a stranger.
-    """
+    """Return the flags that allow loading the encoders that only the index of cached latents names. An index may come
+    from a stranger, so only well-known names are loaded without flags."""
     about = dataset.describe()
     if about.kind != "latents" or isinstance(dataset, MockDataset):
         return []
@@ -360,7 +351,7 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
 
 
 def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool) -> Conditioner:
-    """Make the conditioner. It gets a frozen text encoder if samples are ``drawn`` or captions are not cached."""
+    """Make the conditioner. A frozen text encoder is loaded if samples are ``drawn`` or captions are not cached."""
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
     name = cast(str, flags.text_encoder)
@@ -374,7 +365,7 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
             published = load_published_text(Path(name).expanduser(), family, dtype=torch.bfloat16, **how)
         trim = family.text.padding == "remove"
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
-        encodes = width and not mock and dataset.describe().first_frames is None  # False if the cache has the tokens
+        encodes = width and not mock and dataset.describe().first_frames is None  # the cache may have the tokens
         pictures = PictureTokens(Path(name), width, mesh.device) if encodes else None
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
     # random latents (mock) come with random embeddings
@@ -424,7 +415,7 @@ def _both_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
 
 
 def _low_noise(high: Run) -> Run:
-    """Return a copy of the run ``high`` with the weights, configuration, times and folder of the low-noise network."""
+    """Return a copy of the run ``high`` for the low-noise network."""
     flags, resume, mesh = high.flags, high.resume, high.mesh
     if getattr(high.model_config, "expert", None) != "high":
         raise ValueError(f"--expert both: {flags.pretrained} has one network; leave the flag out")
@@ -468,7 +459,7 @@ def _lora(
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         with resume.open(resume.model.name) as tensors:
             trained = [name.removesuffix(A) for name in tensors if name.endswith(A)]
-        # earlier versions also trained LoRA matrices for the bytes encoder
+        # earlier versions also trained a LoRA in the bytes encoder
         if gone := set(trained) - lora_layers(config, lora).keys():
             raise ValueError(
                 f"--load: {resume.folder} has LoRA at {min(gone)}, where none is trained now; start a new run, or draw "

@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from opendit.common.safe_files import WriteFailures, replacing, write_whole
 
-WARMUP, STEPS = 8, 3  # steps before the recording (the profiler warms up in the last two), and steps recorded
+WARMUP, STEPS = 8, 3  # steps before the recording (the last two warm up the profiler), and recorded steps
 
 logger = logging.getLogger(__name__)
 
-# Kind of work -> patterns of kernel names (on a GPU) or operator names (on a CPU). The first matching kind counts.
+# Kind of work -> patterns of kernel names (GPU) or operator names (CPU). The first matching kind counts.
 KINDS = (
     ("communication", r"nccl|c10d::|gloo|symm_mem"),
     ("attention", r"attention|flash|fmha|sdpa|cudnn_generated"),
@@ -36,7 +36,7 @@ KINDS = (
 
 
 class Work(NamedTuple):
-    """A kernel or operator: total time in microseconds, and number of calls, in the recorded steps."""
+    """A kernel or operator: microseconds and number of calls in the recorded steps."""
 
     name: str
     time: float
@@ -48,7 +48,7 @@ def kind_of(name: str) -> str:
 
 
 def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
-    """Return a table of the mean time per step, by kind of work and for the ``longest`` kernels or operators. steps:
+    """Return a table of mean times per step, by kind of work and for the ``longest`` kernels or operators. steps:
     number of recorded steps."""
     works = list(works)
     total = sum(work.time for work in works) or 1.0
@@ -67,11 +67,10 @@ def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
 
 
 class StepProfiler:
-    """Context manager that profiles a few steps and writes trace.json.gz and table.txt into ``folder``, if
-    ``wanted``.
+    """Context manager that profiles a few steps, if ``wanted``, and writes trace.json.gz and table.txt into ``folder``.
 
-    Call :meth:`step` after every step. A run of too few ``steps``, or one that ends too early, warns and writes
-    nothing.
+    Call :meth:`step` after every step. A run that ends before the recording, after ``steps`` steps or earlier, only
+    warns.
     """
 
     def __init__(
@@ -95,13 +94,13 @@ class StepProfiler:
         if kind is None:
             self.close()
         else:
-            self._profile = None  # discard the recording, because its last step is incomplete
+            self._profile = None  # its last step is incomplete
 
     def step(self) -> None:
         if self._profile is None:
             return
         self._steps += 1
-        # wait for the device, because only kernels of recorded steps count
+        # only kernels of recorded steps may count
         if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):
             torch.cuda.synchronize()
         self._profile.step()
@@ -127,7 +126,7 @@ class StepProfiler:
         with self._failures.survive("profile"):
             run = self.folder.parent
             write_whole(self.folder / "table.txt", (text + "\n").encode(), root=run, make=True)
-            # use a private folder, because the profiler also writes other files next to the trace
+            # the profiler also writes other files next to the trace
             with tempfile.TemporaryDirectory() as private:
                 plain = Path(private, "trace.json")
                 recorded.export_chrome_trace(str(plain))

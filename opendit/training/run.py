@@ -54,8 +54,7 @@ from opendit.training.step_cost import training_flops
 
 @dataclass(frozen=True)
 class Due:
-    """The work that is due after a step. ``refuse``: the run ends, but must not save its state, because a fault skipped
-    steps."""
+    """The work that is due after a step. ``refuse``: the run ends without saving, because a fault skipped steps."""
 
     log: bool
     save: bool
@@ -66,10 +65,8 @@ class Due:
 
 
 class PeriodicWork:
-    """Decides which work is due, equally on every rank. Call ``step_done``, then ``due``, after every step.
-
-    A periodic save waits for a step that is not skipped, because a run that skips steps may be about to fail.
-    """
+    """Decides which work is due, equally on every rank. Call ``step_done``, then ``due``, after every step. A save
+    waits until a step is not skipped, because a run that skips steps may be about to fail."""
 
     def __init__(self, flags: TrainConfig, last_step: int):
         self._flags, self._last_step = flags, last_step
@@ -78,7 +75,7 @@ class PeriodicWork:
         self._save_owed = False
 
     def step_done(self, done: int, stopping: bool) -> bool:
-        """Return True if the host must now wait for the device, to check for skipped steps. stopping: a signal or
+        """Return True if the host must wait for the device now, to check for skipped steps. stopping: a signal or
         --max_hours ends the run."""
         flags = self._flags
         self._done, self._stopping = done, stopping
@@ -89,22 +86,20 @@ class PeriodicWork:
         return self._last or self._save_owed or any(_every(steps, done) for steps in looks)
 
     def due(self, skipping: bool, failing: bool) -> Due:
-        """Return the work that is due. skipping: the last step examined was skipped. failing: a fault caused the
-        skip."""
+        """Return the work that is due. skipping: the last examined step was skipped. failing: by a fault."""
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
         self._save_owed &= not save
         ended = self._done == self._last_step
         at_end = ended and flags.sample_every != 0
-        # After a signal, there is no time to validate. Otherwise --ckpt_best val_loss needs a validation at every save,
-        # because checkpoints are compared by its loss.
+        # After a signal, there is no time to validate. --ckpt_best val_loss needs a validation at every save.
         by_loss = flags.ckpt_best == "val_loss"
         validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
         validate = flags.validates and not self._stopping and (validate or (save and by_loss))
         evaluate = _every(flags.evaluate_every, self._done) or (ended and flags.evaluate_every > 0)
         evaluate = not self._stopping and (evaluate or (save and flags.ckpt_best is not None and not by_loss))
         return Due(
-            # Log at every save, because a run resumed from this checkpoint starts a new mean of the loss.
+            # A run resumed from this checkpoint starts a new mean of the loss.
             log=save or last or validate or evaluate or _every(flags.log_every, self._done),
             save=save,
             refuse=flags.save and last and failing,
@@ -119,8 +114,7 @@ def _every(steps: int, done: int) -> bool:
 
 
 class Batches:
-    """Source of the ``count`` batches of each step. If ``interchangeable``, any batch of the run can replace any
-    other."""
+    """Source of the ``count`` batches of each step. ``interchangeable``: any batch can replace any other."""
 
     def __init__(
         self,
@@ -140,12 +134,10 @@ class Batches:
     def of_next_step(self) -> Iterator[Batch]:
         """Yield the next step's batches. Each is read on request, so that reading overlaps with computing.
 
-        If this rank can't read its data any more, the last batch replaces missing batches (if batches are
-        interchangeable), because other ranks wait for this rank. ``Interrupt.ask`` then drops the step on all ranks.
+        If this rank can't read its data any more, the last batch is repeated, because other ranks wait.
+        ``Interrupt.ask`` then drops the step on all ranks. If there are no other ranks, NoData is raised instead.
 
-        Raises:
-            NoData: the data can't be read, and there are no other ranks.
-            DataError: the data can't be read, and no batch can replace them.
+        Raises DataError if no batch can be repeated.
         """
         for _ in range(self._count):
             asked = time.perf_counter()
@@ -162,7 +154,7 @@ class Batches:
         try:
             return next(self._loader)
         except DataError as error:
-            if self._last is None:  # nothing to save: no step since this start
+            if self._last is None:  # no step since this start, so nothing to save
                 raise
             if self._interrupt.alone:
                 raise NoData(str(error)) from error
@@ -173,13 +165,12 @@ class Batches:
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Return distinct captions, spread evenly over the data set, for sample grids. Samples that can't be read are left
-    out."""
+    """Return distinct captions for sample grids, spread evenly over the data set. Unreadable samples are left out."""
     return list(_example_rows(dataset, count))
 
 
 def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
-    """Return the captions for :func:`example_captions`, each with the index of a sample that has it."""
+    """Return the captions for :func:`example_captions`, each with a sample's index."""
     if dataset.describe().conditioning != "text":
         return {}
     found: dict[str, int] = {}
@@ -199,15 +190,14 @@ def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str
 
 
 def _path_or_name(value: str | None) -> str | None:
-    """Return an encoder's name or the absolute path of a folder, for checkpoints."""
+    """Return an encoder's name or a folder's absolute path, for checkpoints."""
     folder = value is not None and value not in KNOWN and Path(value).expanduser()
     return str(folder.resolve()) if folder and folder.exists() else value
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate that rises linearly to ``peak``, then is "constant" or follows a "cosine" to zero at the last
-    step."""
+    """Learning rate: rises linearly to ``peak``, then stays "constant" or follows a "cosine" to 0 at the last step."""
 
     peak: float
     warmup_steps: int
@@ -233,7 +223,7 @@ class TrainingFlops:
         )
 
     def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
-        """Return the FLOPs of the passes over this rank's micro-batch, without a pack's padding."""
+        """Return the FLOPs of this rank's micro-batch, without a pack's padding."""
         routed = micro_batch.kept is not None
         if isinstance(micro_batch, PackedMicroBatch):
             grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
@@ -263,17 +253,16 @@ class Run:
         codec: None for cached latents if the VAE can't be loaded.
         why_not_compiled: why blocks are not compiled; None if they are.
         initial, initial_config: weights that the run starts from, and their model's configuration.
-        samples_at_once: a rank's micro-batch, counted in samples of the configured size.
+        samples_at_once: size of a rank's micro-batch, in samples of the configured size.
         teacher: frozen vision encoder of --repa, or its cached features.
-        validation: held-out samples on which the loss is measured.
-        prompts: captions for sample grids (instead of the data set's), and their condition.
+        validation: held-out samples for the validation loss.
+        prompts: captions for sample grids and their condition; None for the data set's captions.
         clip_fps: frame rate of drawn clips; None if unknown.
-        low: the low-noise network of --expert both; the other fields then describe the high-noise network.
+        low: the low-noise network of --expert both. The other fields then describe the high-noise network.
         networks: the run's networks. engine, ema, runner, inputs and skipped belong to the step's network.
-        validate, evaluate: functions that measure the held-out loss, or samples, after a step, and return fields for
-            the log. All ranks must call them together.
-        done: number of steps done since the run's first start.
-        result: result of the last step; None before the first step since this start.
+        validate, evaluate: functions of a step that return fields for the log. All ranks must call them together.
+        done: number of steps since the run's first start.
+        result: result of the last step; None before the first step of this start.
     """
 
     flags: TrainConfig
@@ -339,32 +328,32 @@ class Run:
 
     @cached_property
     def share(self) -> float:
-        """Fraction of the steps that train the first network: its fraction of the training times."""
+        """The first network's fraction of the training times, and so of the steps."""
         objective = self.objective.for_tokens(self.model_config.tokens)
         return 1.0 if self.low is None else cast(FlowObjective, objective).share
 
     def network_of(self, step: int) -> int:
-        """Return the number of the network that a step trains, 0 or 1, drawn at random from the seed and the step."""
+        """Return the index of the network that a step trains, 0 or 1, drawn by (seed, step)."""
         u = uniform(self.flags.global_seed, step, torch.zeros(1, dtype=torch.int64), Stream.EXPERT)
         return int(u >= self.share)
 
     @property
     def given_frames(self) -> str | None:
         """Conditioning frames of the training clips, as in --given_frames. A model with frames in place can also train
-        without them, so for such a model the flag decides."""
+        without them, so the flag decides."""
         config = self.model_config
         return self.flags.given_frames if config.given_in_place else config.given_frames
 
     def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
-        """Return the object that converts samples of a data set to latents. ``seed`` keys the VAE's noise."""
+        """Return the converter from a data set's samples to latents. ``seed`` keys the VAE's noise."""
         about, cached = dataset.describe(), None
         if about.scaling_factor is not None and about.shift_factor is not None:
             cached = about.scaling_factor, about.shift_factor
         return Latents(self.codec, cached, self.vae != "none", seed)
 
     def first_values(self, model: DiT) -> Values:
-        """Return the parameters' values before training: weights from --pretrained where they fit, otherwise random
-        values. With --lora, also add the LoRA matrices to the model."""
+        """Return the parameters' first values: weights from --pretrained where they fit, otherwise random. With --lora,
+        also add the LoRA matrices to the model."""
         seed = self.flags.global_seed
         initial = InitialValues(model, seed)
         if self.initial is None or self.initial_config is None:
@@ -399,22 +388,19 @@ class Run:
         }
 
     def begin(self, step: int) -> None:
-        """Choose the network that a step trains. With --expert both, the two networks train by turns."""
+        """Choose the network that a step trains. With --expert both, two networks train by turns."""
         if len(self.networks) > 1:
             self.engine, self.ema, self.runner, self.inputs, self.skipped = self.networks[self.network_of(step)]
             self.batches.diagnosis = self.skipped.diagnosis
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
-        # number of the step's samples, counted with the first micro-batch
+        # count a step's samples once
         samples = batch.segments_in_step if batch.micro == 0 else 0
         self.monitor.count(samples, self.flops.of(micro_batch))
 
     def due(self, stopping: bool) -> Due:
-        """Return the work that is due after the step, equal on every rank.
-
-        Before logs, saves and measurements, and every --max_bad_steps steps, the host waits for the device to see
-        whether the step was skipped. Raises FloatingPointError after too many skipped steps in a row.
-        """
+        """Return the work that is due after the step, equal on every rank. The host waits for the device if it must
+        know whether the step was skipped. Raises FloatingPointError after too many skipped steps in a row."""
         if self.periodic.step_done(self.done, stopping):
             assert self.result is not None, "a step has been made"
             self.skipped.look(self.done, self.result)
@@ -424,7 +410,7 @@ class Run:
         return due
 
     def measure(self, due: Due) -> dict[str, Any]:
-        """Validate and evaluate if ``due`` says so. Return the results as fields for the step's line in the log."""
+        """Validate and evaluate if ``due`` says so. Return fields for the step's line in the log."""
         with self.monitor.paused(due.validate or due.evaluate):
             measured = self.validate(self.done) if due.validate else {}
             return measured | (self.evaluate(self.done) if due.evaluate else {})
@@ -442,8 +428,7 @@ class Run:
 
     @contextlib.contextmanager
     def saving_if_data_end(self) -> Iterator[None]:
-        """If the block raises NoData, log and save the last step's state, unless that is done, and raise it again. All
-        ranks must enter this context."""
+        """Log and save the last step's state if the block raises NoData. All ranks must enter this context."""
         try:
             yield
         except NoData:
@@ -465,5 +450,4 @@ class Run:
 
     def failed_writes(self) -> int:
         """Return the number of failed saves and other writes, equal on every rank. All ranks must call this."""
-        # Rank 0 counts the failed writes, and every rank adds this count.
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)

@@ -1,8 +1,7 @@
-"""Run the passes of a training step: kernel by kernel, replayed from CUDA graphs, or over the stages of a pipeline.
+"""Run the passes of a training step: kernel by kernel, from CUDA graphs, or over the stages of a pipeline.
 
 A step of DiT-XL/2 launches about 3,900 kernels, and the host needs about 160 ms to enqueue them. With fewer than about
-27,000 tokens per GPU the device waits for the host. A recorded graph is launched by one call, without gaps between its
-kernels.
+27,000 tokens per GPU, the device waits for the host. A recorded graph needs one launch.
 """
 
 import logging
@@ -29,14 +28,14 @@ from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.pipeline import Action, Links, PipelineStages, execute, make_schedule, one_by_one
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 
-GRAPH_WARMUP = 3  # number of micro-batches before a recording, in which kernels are compiled and communicators connect
+GRAPH_WARMUP = 3  # micro-batches before a recording, in which kernels compile and communicators connect
 
 logger = logging.getLogger(__name__)
 
 
 class EagerPasses(Protocol):
-    """Interface of ``train.EagerPasses``: the passes of one micro-batch, kernel by kernel. A step has ``micro_batches``
-    micro-batches, and its loss is the mean of theirs."""
+    """Interface of ``train.EagerPasses``: the passes of one micro-batch, kernel by kernel. A step's loss is the mean
+    over its ``micro_batches`` micro-batches."""
 
     @property
     def engine(self) -> Engine: ...
@@ -46,18 +45,17 @@ class EagerPasses(Protocol):
     def micro_batches(self) -> int: ...
 
     def losses(self, batch: MicroBatch | PackedMicroBatch) -> Tensor:
-        """Return the loss of each sample, (B,)."""
+        """Return the samples' losses, (B,)."""
         ...
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's gradients. Return its contribution to the step's loss,
-        0-dim."""
+        """Add a micro-batch's gradients to the engine's. Return its contribution to the step's loss, 0-dim."""
         ...
 
 
 class Runner(ABC):
-    """Runs the passes of training steps. In training, only runners call the model. ``note`` states whether CUDA graphs
-    are used and, if not, the reason."""
+    """Runs the passes of training steps. In training, only runners call the model. ``note`` says whether CUDA graphs
+    are used and, if not, why."""
 
     engine: Engine
     note: str
@@ -66,9 +64,9 @@ class Runner(ABC):
     def passes(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> Tensor:
         """Run the forward and backward passes of a step. The host does not wait for the device.
 
-        Each micro-batch is requested only after the passes of the previous one have been enqueued. Return the step's
-        mean loss on this rank, 0-dim; in a pipeline, 0 except on the last stage. Raises ValueError for a wrong number
-        of micro-batches.
+        A micro-batch is requested after the previous one's passes have been enqueued. Return the step's mean loss on
+        this rank, 0-dim; in a pipeline, 0 except on the last stage. Raises ValueError for a wrong number of
+        micro-batches.
         """
 
     def train_step(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> StepResult:
@@ -77,14 +75,14 @@ class Runner(ABC):
 
     @abstractmethod
     def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:
-        """Return the loss of each sample, (B,), without a CUDA graph."""
+        """Return the samples' losses, (B,), without a CUDA graph."""
 
     @abstractmethod
     def forward_backward(self, micro_batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Run the passes of one micro-batch without a CUDA graph, so that hooks on modules run."""
+        """Run a micro-batch's passes without a CUDA graph, so that hooks on modules run."""
 
     def close(self) -> None:
-        """Release objects that use the communicators of the mesh. No step may follow."""
+        """Release objects that use the mesh's communicators. No step may follow."""
         return None
 
 
@@ -104,9 +102,11 @@ class EagerRunner(Runner):
         return loss
 
     def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
-        """Run the passes of a micro-batch and add its gradients to the step's. Return its contribution to the step's
-        loss, 0-dim and detached, which the next call may overwrite. first, last: True for the step's first or last
-        micro-batch."""
+        """Run a micro-batch's passes and add its gradients to the step's.
+
+        Return its contribution to the step's loss, 0-dim and detached. The next call may overwrite the result. first,
+        last: True for the step's first or last micro-batch.
+        """
         return self.forward_backward(micro_batch, last=last)
 
     def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:
@@ -118,7 +118,7 @@ class EagerRunner(Runner):
 
 @dataclass
 class Recording:
-    """A recorded micro-batch: the graph's inputs, its outputs (loss and gradients), and the function to replay it."""
+    """A recorded micro-batch: inputs, outputs (loss and gradients), and the function that replays the graph."""
 
     inputs: MicroBatch
     loss: Tensor
@@ -131,30 +131,28 @@ class Recording:
 
 
 class CUDAGraphRunner(EagerRunner):
-    """Runner that records a micro-batch after a warm-up, and replays the recording for later micro-batches of equal
-    shapes.
+    """Runner that records a micro-batch after a warm-up, and replays the recording for micro-batches of equal shapes.
 
     There are two graphs: a step's first micro-batch sets the gradients, and later micro-batches add to them. A
-    micro-batch that can't be recorded or replayed runs kernel by kernel, with the same result. The objective and model
-    of ``eager`` must not wait for the device. Apart from the micro-batch, their inputs must not change after the
-    recording.
+    micro-batch that can't be recorded or replayed runs kernel by kernel, with equal results. The objective and model of
+    ``eager`` must not wait for the device, and only the micro-batch may change between replays.
     """
 
     def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
         self._in_graph = False  # True if a recorded graph can add to the step's gradients
-        # first micro-batch of a step or not -> number of micro-batches until the recording
+        # first micro-batch of a step? -> micro-batches until the recording
         self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}
         self._recordings: dict[bool, Recording] = {}
         self._routed = False  # True if the last micro-batch used a route
 
     def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
-        if self._routed != (routed := micro_batch.kept is not None):  # --route_until: blocks now see all tokens
+        if self._routed != (routed := micro_batch.kept is not None):  # --route_until ends the route
             self._routed, self._warmup_left = routed, dict.fromkeys((True, False), float(GRAPH_WARMUP))
             self._recordings.clear()
         recording = self._recordings.get(first)
-        usable = first or self._in_graph  # later micro-batches of a step can only add to gradients of a recording
+        usable = first or self._in_graph  # later micro-batches can only add to a recording's gradients
         if usable and recording is None and self._warmup_left[first] <= 0:
             recording = self._record(micro_batch, first, last)
         if usable and recording is not None and recording.fits(micro_batch):
@@ -168,7 +166,7 @@ class CUDAGraphRunner(EagerRunner):
         return self.forward_backward(micro_batch, last=last)
 
     def close(self) -> None:
-        """Free the recordings. Otherwise NCCL would wait forever to close a communicator that a recorded graph uses."""
+        """Free the recordings. NCCL would otherwise wait forever to close a communicator that a graph uses."""
         self._recordings.clear()
 
     def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
@@ -176,7 +174,7 @@ class CUDAGraphRunner(EagerRunner):
             return self.eager.forward_backward(micro_batch, last=last)
 
     def _record(self, micro_batch: MicroBatch, first: bool, last: bool) -> Recording | None:
-        """Record the passes of ``micro_batch`` without running them. Return None, and stop recording, if that fails."""
+        """Record the passes of ``micro_batch`` without running them. If that fails, return None and record no more."""
         static, before = micro_batch.clone(), self.engine.gradients
         try:
             loss, replay = self.recorder.record(lambda: self.eager.forward_backward(static, last=last))
@@ -191,14 +189,14 @@ class CUDAGraphRunner(EagerRunner):
 
 
 class PipelineRunner(Runner):
-    """Runner of the pipeline schedule. stages: this rank's stages, which form the engine's model.
+    """Runner of the pipeline schedule. stages: this rank's stages, as modules of the engine.
 
-    Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent. All ranks must
-    construct their runners together, because this connects the ``links`` between stages.
+    All ranks of a pipeline read equal micro-batches, so that only tokens and gradients are sent. All ranks must
+    construct their runners together, because this connects ``links`` between stages.
 
-    torch.distributed.pipelining is not used, for two reasons. In torch 2.11 ``schedule.step(target=)`` splits one
-    tensor, but the loss has several inputs. And its stages call autograd directly, but here the engine must run the
-    backward passes: engines scale the loss, and reduce gradients in buckets (zero2) or only in the last pass (fsdp).
+    torch.distributed.pipelining is not used. Its ``schedule.step(target=)`` splits one tensor (torch 2.11), but this
+    loss has several inputs. Its stages call autograd directly, but an engine must scale the loss and reduce the
+    gradients.
     """
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
@@ -245,14 +243,14 @@ class Passes:
         self._share, self._number, self._last = runner.micro_batches, number, last
         self._coming: Iterator[MicroBatch] = iter(micro_batches)
         self._given: list[tuple[MicroBatch, Prepared]] = []
-        # (chunk, micro-batch) -> input tokens, and autograd node of the output.
+        # (chunk, micro-batch) -> input tokens, and the output's autograd node
         self._roots: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self._left = number * runner.stages.chunks  # number of backward passes that remain
+        self._left = number * runner.stages.chunks  # backward passes that remain
         self.loss = torch.zeros((), device=runner.engine.mesh.device)
         self.losses: dict[int, Tensor] = {}
 
     def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
-        """Return a micro-batch, fetched at the first call, and the result of the objective's ``prepare`` for it."""
+        """Return a micro-batch and the objective's ``prepare`` of it. The first call fetches it."""
         while len(self._given) <= number:
             micro_batch = next(self._coming, None)
             if micro_batch is None:
@@ -267,7 +265,7 @@ class Passes:
             raise ValueError(f"a step has {self._number} micro-batches, got {number}")
 
     def key_of(self, number: int) -> tuple[int, ...]:
-        """Return the sizes that determine a micro-batch's number of tokens: of the latents and of the captions."""
+        """Return the sizes that determine a micro-batch's number of tokens: of its latents and captions."""
         micro_batch = self._micro_batch(number)[0]
         return (*micro_batch.x0.shape, *micro_batch.condition.shape[1:])
 
@@ -290,7 +288,7 @@ class Passes:
             result = root = losses.mean() / self._share
             self.loss += root.detach()
         elif torch.is_grad_enabled():
-            # keep only the edge, so that the output can be freed when it has been sent
+            # a gradient edge lets the output be freed once it has been sent
             root = get_gradient_edge(output)
         if torch.is_grad_enabled():
             self._roots[action.chunk, action.micro_batch] = tokens, root
@@ -298,15 +296,15 @@ class Passes:
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         tokens, root = self._roots.pop((action.chunk, action.micro_batch))
-        self._left -= 1  # after the last backward pass, the gradients of all chunks are complete
+        self._left -= 1  # the last backward pass completes the gradients of all chunks
         with self._engine.micro_batch(last=self._last and not self._left):
             self._engine.backward(root, gradient)
         return None if tokens is None else tokens.grad
 
 
 def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False) -> Runner:
-    """Return the runner for a pipeline, for CUDA graphs if ``graph`` and they can be used, or otherwise for eager
-    passes. packs: True with --pack_tokens. The runner's ``note`` states the reason."""
+    """Return a runner for pipelines, for CUDA graphs (if ``graph`` and possible), or for eager passes. packs: True with
+    --pack_tokens. The runner's ``note`` states the reason."""
     engine = eager.engine
     if engine.mesh.pp_size > 1:
         return PipelineRunner(engine, eager.objective, eager.micro_batches)
@@ -322,7 +320,7 @@ def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False
 
 @contextmanager
 def torch_operations(model: DiT) -> Iterator[None]:
-    """Context in which a model uses torch's operations instead of kernels. They have forward-mode derivatives."""
+    """Context in which a model uses torch's operations instead of kernels, for forward-mode derivatives."""
     parts = (model, *model.blocks, model.final_layer)
     attentions = [module for module in model.blocks.modules() if isinstance(module, Attention)]
     before = [part.ops for part in parts], [module.attend for module in attentions]
@@ -341,11 +339,8 @@ def torch_operations(model: DiT) -> Iterator[None]:
 
 
 class TargetNetwork:
-    """The trained model as a :class:`opendit.diffusion.objectives.meanflow.Network` without gradients. Every rank holds
-    all of its weights.
-
-    labels: (B,) int64 labels of the micro-batch.
-    """
+    """The trained model as a :class:`opendit.diffusion.objectives.meanflow.Network`, without gradients. Every rank must
+    hold all weights. labels: (B,) int64 labels of the micro-batch."""
 
     dropped: Tensor
 
@@ -366,7 +361,7 @@ class TargetNetwork:
         with torch_operations(self._model), forward.dual_level():
             dual = forward.make_dual(x, dx.to(x.dtype)), forward.make_dual(time, dtime)
             _, tangent = forward.unpack_dual(self._output(*dual, self._labels[rows]))
-            assert tangent is not None  # the output depends on both inputs, so it has a tangent
+            assert tangent is not None  # the output depends on both inputs
             return tangent
 
     def _output(self, x: Tensor, time: Tensor, labels: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Estimate a training step's time by formula, without building the model.
 
-Computation time follows from the FLOP terms of the model's plan. Communication time follows from each strategy's bytes,
+Computation time follows from the FLOPs in the model's plan. Communication time follows from each strategy's bytes,
 links, and the fraction that computation hides.
 
-The estimate does not include reading data, encoding (latents and embeddings are assumed to be cached), saving, and
-waiting for slower ranks.
+Not included are reading data, encoding (latents and embeddings are assumed to be cached), saving, and waiting for
+slower ranks.
 """
 
 import functools
@@ -33,20 +33,18 @@ from opendit.training.memory import (
     trained_count,
 )
 
-# Elementwise kernels, forward and backward, read or write each unit of activations that a block keeps this many times.
-# Fitted to the training steps in benchmarks/results.csv.
+# How often elementwise kernels read or write each unit of a block's stored activations, forward and backward. Fitted to
+# the training steps in benchmarks/results.csv.
 PASSES = 2.3
-# --recompute -> cost of recomputation: (units read and written, fraction of the MLP's first product). A unit is N x D
-# values: N tokens of a model of width D.
+# --recompute -> (units read and written again, fraction of the MLP's first product computed again). A unit is N x D
+# values, for N tokens and width D.
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
-QUANTISED = 20  # units, as in AGAIN, read and written to quantise the operands of float8 products
+QUANTISED = 20  # units read and written to quantise the operands of float8 products
 UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moments, gradient, working weight
-# Bytes that decoding and encoding AdamW's moments in 8 bits reads and writes per weight, in addition to the update.
-# Kernels read a code and write an fp32 number, and the reverse. Under ddp, torch needs about 40 passes instead.
+# Further bytes per weight to decode and encode 8-bit moments: by kernels, and by torch's many passes (ddp).
 DECODED, DECODED_BY_TORCH = 20, 330
-AVERAGE = 8  # bytes read and written per weight to update one moving average
-# Number of gathers and sums of N x D values (N tokens, width D) that tensor parallelism makes for each pair of divided
-# layers. One of these overlaps with a matrix product.
+AVERAGE = 8  # bytes read and written per weight and moving average
+# Tensor parallelism's gathers and sums of N x D values per pair of divided layers. A matrix product hides one of them.
 GATHERS_OF_A_PAIR = 5
 
 
@@ -68,8 +66,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Estimated seconds of a rank's step: ``work`` by kind, ``traffic`` by kind, and ``waiting`` for the host's
-    launches."""
+    """Estimated seconds of a rank's step: ``work`` and ``traffic`` by kind, and ``waiting`` for the host's launches."""
 
     work: dict[str, float]
     traffic: dict[str, Traffic]
@@ -105,8 +102,8 @@ def span(ranks: int, stride: int, node: int) -> Span:
 def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, float]:
     """Return an all-gather's or reduce-scatter's traffic, and the fraction that computation hides. size: total bytes.
 
-    Every machine receives the other machines' data once, over all links at once, and distributes it to the ranks. The
-    slower of the two transfers determines the time.
+    Every machine receives each other machine's data once, over all links, and distributes the data to its ranks. The
+    slower transfer determines the time.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -124,8 +121,7 @@ def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
 
 @functools.cache
 def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
-    """Return (count, FLOPs of one sample's forward pass, number of attention's keys or None) for each term with
-    FLOPs."""
+    """Return (count, FLOPs of a sample's forward pass, attention's number of keys or None) for each term with FLOPs."""
     found = []
     for term in plan_of(config).flops:
         count = config.depth if term.per_block else 1
@@ -134,9 +130,9 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 
 
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
-    """Return the FLOPs of one sample's forward and backward pass, with the ``route`` of --route.
+    """Return the FLOPs of a sample's forward and backward pass, with the ``route`` of --route.
 
-    With LoRA, gradients of frozen weights are not counted. LoRA's products are counted as if all layers except the
+    With LoRA, gradients of frozen weights are not counted. LoRA's products count as if all layers except the
     modulations processed the media's tokens.
     """
     whole = 3 * (config.forward_flops() - (0 if route is None else saved_flops(config, route)))
@@ -164,8 +160,6 @@ def saved_flops(config: DiTConfig, route: TokenRoute) -> int:
 
 
 class _Step:
-    """Parts of the cost of one rank's step. :func:`step_cost` adds them up."""
-
     def __init__(self, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int):
         self.config, self.setup, self.batch, self.hardware, self.node = config, setup, batch, hardware, node
         self.plan, self.size = plan_of(config), BYTES[setup.precision]
@@ -175,8 +169,7 @@ class _Step:
         self.unit = batch * config.tokens * config.hidden_size * self.size
 
     def products(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's forward pass in all linear layers, and in the first MLP layer of one
-        block."""
+        """Return the seconds of a micro-batch's forward pass in all linear layers, and in a block's first MLP layer."""
         hardware, fp8 = self.hardware, self.setup.fp8
         rate = (hardware.matmul_fp8 if fp8 else hardware.matmul) * hardware.sustained
         total = 0.0
@@ -209,12 +202,12 @@ class _Step:
         if setup.recomputes_blocks:
             share = 1 - setup.kept_blocks(config.depth) / config.depth
             recomputed = share * (forward + there * setup.grad_checkpoint + 0.4 * elementwise)
-        if setup.plugin == "fsdp" and setup.alike > 1:  # fsdp also copies gathered weights and gradients in memory
+        if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied in memory
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
         found = {
-            # 3: forward, gradients of inputs and of weights; with LoRA, frozen weights have no gradients
+            # 3: forward, gradients of inputs and of weights; LoRA's frozen weights have no gradients
             "products": (3 if setup.lora is None else 2) * forward,
             "attention": there + back,
             "elementwise": elementwise,
@@ -225,13 +218,12 @@ class _Step:
             numbers, stored, _ = stored_weights(config, setup)
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
-        # In the forward and in the backward pass, blocks are copied over one of the link's two directions. The other
-        # carries gradients.
+        # Both passes copy blocks over one direction of the link. The other direction carries gradients.
         travel = 2 * of_streamed(config, setup)[0] / (self.hardware.host_link / 2)
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
     def update(self) -> float:
-        """Return the seconds that updating this rank's shard of the optimizer's state and moving averages takes."""
+        """Return the seconds to update this rank's shard of the optimizer's state and averages."""
         setup = self.setup
         ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
         trained = trained_count(self.config, setup)
@@ -241,7 +233,7 @@ class _Step:
         seconds = ((UPDATE + decoded) * share + averaged) / self.hardware.memory
         if setup.muon is not None:
             seconds += muon_flops(self.config) / ranks / self.hardware.matmul
-        # Moments are read and written. Averages count less, because they change in place while other work runs.
+        # Moments are read and written. Averages change in place while other work runs, so they count less.
         if setup.offloaded != "none":
             moved = 16 * share if setup.offloaded == "state" else 0
             if setup.hosted and setup.lora is None:  # masters are read and written; gradients are read twice
@@ -250,7 +242,7 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield (kind, traffic) for weights and gradients between ranks that hold the same slice of every layer. work:
+        """Yield (kind, traffic) for weights and gradients between ranks that hold one slice of every layer. work:
         seconds of computation per micro-batch, to hide transfers behind."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
@@ -265,13 +257,13 @@ class _Step:
             reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
             yield "gradients", reduced * micro_batches
             weights = gather(self.size * trained, alike, self.hardware)[0]
-            if setup.plugin == "gemini":  # gemini gathers all weights in both passes, without overlap
+            if setup.plugin == "gemini":  # both passes gather all weights, without overlap
                 weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
             yield "weights", weights
             return
         shards = span(setup.alike // setup.replicate, stride, self.node)
         divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
-        experts = expert_parameters(self.config) if divided else 0  # the experts are gathered separately
+        experts = expert_parameters(self.config) if divided else 0  # gathered separately
         block_parameters = self.block_parameters - experts
         bytes_of_block = self.size * block_parameters
         if setup.gathers_float8:
@@ -279,7 +271,7 @@ class _Step:
         block = gather(bytes_of_block, shards, self.hardware)
         passes = [forward] if setup.reshard == "never" else [forward, backward]
         gathered = Traffic()
-        for seconds in passes:  # the first block's gather does not overlap with computation
+        for seconds in passes:  # no computation hides the first block's gather
             gathered += beside(block, seconds / depth) * (depth - 1) + block[0]
         yield "weights", gathered * micro_batches
         reduced = beside(
@@ -299,8 +291,8 @@ class _Step:
             yield "gradients of copies", beside(summed, backward) * 2
 
     def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
-        """Return a micro-batch's traffic between ranks that share sequences, and the ranks' strategy (None for one
-        rank). Raises ValueError if no strategy works."""
+        """Return a micro-batch's traffic between ranks that share sequences, and their strategy (None for one rank).
+        Raises ValueError if no strategy works."""
         setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
         if ranks == 1:
             return Traffic(), None
@@ -319,7 +311,7 @@ class _Step:
             hardware = replace(hardware, link=hardware.node_link, latency=hardware.node_latency)
         plan = make_plan(kind, ranks, shape, hardware=replace(hardware, direct=inside and ranks <= 8))
         received, seconds = received_by_attention(plan, ranks) * self.unit / tensor, plan.seconds
-        if config.axial_attention:  # in both passes, one all-to-all to the other axis and one back
+        if config.axial_attention:  # each pass has two all-to-alls: to another axis and back
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         # recomputation repeats the forward pass's communication
@@ -327,8 +319,7 @@ class _Step:
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
-        """Return the traffic of tokens to their experts' ranks and back, in both passes. The shared MLP overlaps with
-        the way there."""
+        """Return the traffic of tokens to their experts and back, in both passes. The shared MLP hides one way."""
         ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
         if ranks == 1 or self.setup.tensor_parallel > 1:
             return Traffic()
@@ -361,14 +352,14 @@ def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
     if plan.kind == AXIAL:
         return 0
     if plan.kind == "fastseq":
-        # the attention's inputs twice and their gradients once; the heads' results in both passes
+        # attention's inputs twice, their gradients once, and the heads' results in both passes
         return (ranks - 1) / ranks * (3 + 2 / ranks)
     if plan.kind == "ring":
         here, ring = 1, ranks
     elif plan.kind == "usp":
         here, ring = plan.heads_over, ranks // plan.heads_over
     by_heads = 8 * (here - 1) / (here * ranks)
-    # keys and values in the forward pass, and again with their gradients in the backward pass
+    # keys and values in both passes, and their gradients in the backward pass
     return by_heads + 6 * (ring - 1) / ranks
 
 
@@ -384,17 +375,14 @@ def step_cost(
     sequence_types: tuple[str, ...] | None = None,
     graph: bool = False,
 ) -> StepCost:
-    """Estimate the cost of a rank's step.
+    """Estimate the cost of a rank's step. Raises ValueError if ranks can't share sequences by ``sequence_type``.
 
     Args:
         setup: a setup without "auto" settings; see ``resolve_sharding``.
         batch: samples per micro-batch. The ranks of a sequence or tensor group share them.
-        node: number of ranks of a machine.
+        node: number of ranks per machine.
         sequence_types: strategies that the model and --attention allow; None for all of the model's.
         graph: True if forward and backward are replayed as a CUDA graph.
-
-    Raises:
-        ValueError: ranks can't share the model's sequences by ``sequence_type``.
     """
     if setup.pipeline_parallel > 1:
         how: dict[str, Any] = dict(sequence_type=sequence_type, sequence_types=sequence_types, graph=graph)
@@ -420,8 +408,7 @@ def step_cost(
 def _pipelined(
     slowest: StepCost, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int
 ) -> StepCost:
-    """Add to the cost of a pipeline's slowest rank its idle time (the bubble, Narayanan et al. 2021) and the transfer
-    of tokens between stages."""
+    """Add a pipeline's idle time (the bubble, Narayanan et al. 2021) and token transfers to its slowest rank's cost."""
     ranks, chunks = setup.pipeline_parallel, chunks_of(setup.schedule)
     computing = slowest.total - slowest.work["update"]
     bubble = (ranks - 1) / chunks * computing / setup.micro_batches
@@ -436,7 +423,7 @@ def _pipelined(
 
 
 def tokens_per_second(config: DiTConfig, setup: Setup, batch: int, micro_batches: int, seconds: float) -> float:
-    """Return how many tokens one rank processes per second, for a step of ``seconds``; 0 if unknown."""
+    """Return how many tokens a rank processes per second, for a step of ``seconds``; 0 if unknown."""
     sharing = setup.sequence_parallel * setup.tensor_parallel * setup.pipeline_parallel
     if not math.isfinite(seconds) or seconds <= 0:
         return 0.0

@@ -70,11 +70,10 @@ CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB"
 
 
 def dry_run(flags: TrainConfig) -> None:
-    """Print parameters, tokens, FLOPs, GPU memory and steps of a run on the number of GPUs that --dry_run gives.
+    """Print parameters, tokens, FLOPs, GPU memory and steps of a run on --dry_run's number of GPUs.
 
-    Without a number, plan for torchrun's processes, but for no fewer than the parallelism flags need. A missing data
-    set is reported and replaced by random latents. Flags that the run would refuse end the program with one line and
-    exit code 2.
+    Without a number, plan for torchrun's processes, or for more if the parallelism flags need more. Random latents
+    replace a missing data set. Flags that the run would refuse end the program with one line and exit code 2.
     """
     try:
         _dry_run(flags)
@@ -163,7 +162,7 @@ def work(flop: float) -> str:
 def describe_recipe(flags: TrainConfig) -> str:
     """Return the recipe's name, and its flags that the command line changes."""
     assert flags.recipe is not None
-    named = {"text_encoder", "vae"} if family_in(flags.model) else set()  # by the folder of --pretrained
+    named = {"text_encoder", "vae"} if family_in(flags.model) else set()  # the folder of --pretrained sets these flags
     changed = [
         f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items() if name not in named
     ]
@@ -179,7 +178,7 @@ def _data(flags: TrainConfig, notes: list[str]) -> MediaDataset:
 
 
 def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, config: DiTConfig) -> tuple[str, int | None]:
-    """Return a description of the run's steps, and the last step if it is known."""
+    """Return a description of the run's steps, and the last step if known."""
     if dataset is None:
         ends = f"{flags.max_steps:,} at most" if flags.max_steps else "not known"
         return f"{ends}; {flags.epochs:,} epochs of data that can't be found", flags.max_steps
@@ -195,8 +194,7 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, confi
 def _time(
     flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str, last: int | None
 ) -> dict[str, str]:
-    """Return the report's rows on sequence parallelism, on the time and communication of a step, and on the hours until
-    step ``last``."""
+    """Return the report's rows on sequence parallelism, time, communication, and hours until step ``last``."""
     size = flags.sequence_parallel_size
     together = samples_at_once(flags, config)
     how = (flags, flags.attention, setup.precision, config, together)
@@ -259,8 +257,7 @@ def budget(cost: StepCost) -> str:
 
 
 def announce_memory(run: Run) -> None:
-    """Print the estimated memory of a step, and the cheapest change that makes it fit. Call before building the
-    model."""
+    """Print a step's estimated memory, and the cheapest change that makes it fit. Call before building the model."""
     if not run.mesh.is_main:
         return
     config, batch = run.model_config, run.samples_at_once
@@ -273,7 +270,7 @@ def announce_memory(run: Run) -> None:
 
 
 def announce(run: Run, failures: WriteFailures) -> None:
-    """Write config.json, and print the run's settings and the implementations that it uses."""
+    """Write config.json, and print the run's settings and implementations."""
     if not run.mesh.is_main:
         return
     with failures.survive("config.json"):
@@ -389,7 +386,7 @@ def what_next(run: Run, step: int, newest: Path | None) -> str | None:
         name = "latest" if ours else quote(run.folder)
         return f"the same command with --load {name} goes on to step {run.last_step}"
     if isinstance(run.dataset, MockDataset):
-        return None  # no command, because the run trained on random latents
+        return None  # the model knows only random latents
     info, text = run.info(), run.model_config.text
     public = run.model_config if isinstance(run.model_config, PublicConfig) else None
     alone = public is not None and public.expert is not None

@@ -30,10 +30,10 @@ from opendit.training.run import Run
 
 logger = logging.getLogger(__name__)
 
-LEVELS = 10  # number of noise levels; each covers an equal fraction of the times drawn in training
+LEVELS = 10  # noise levels, each with an equal fraction of the training times
 MOST_SAMPLES = 1000
-RISING = 3  # a run prints one warning when this many held-out losses have risen in a row
-# held-out losses per training sample; their forward passes are then 0.5 % of the run's work
+RISING = 3  # number of rising held-out losses in a row until a warning, printed once
+# held-out losses per training sample; their forward passes cost 0.5 % of the run's work
 SHARE_OF_SAMPLES = 0.015
 
 
@@ -44,8 +44,8 @@ def steps_between(run: Run) -> int:
 
 
 def number_of_losses(run: Run) -> int:
-    """Return --validate_samples or, if not set, a number of losses that costs little compared to training. The number
-    is smaller for pipelines, where all ranks except one are idle."""
+    """Return --validate_samples or, by default, a number of losses that costs little compared to training. Pipelines
+    measure fewer losses, because all ranks except one are idle."""
     if run.flags.validate_samples is not None:
         return run.flags.validate_samples
     trained_on = steps_between(run) * run.schedule.global_batch
@@ -55,14 +55,13 @@ def number_of_losses(run: Run) -> int:
 class FixedSamples:
     """The samples, times and micro-batches of ``count`` losses.
 
-    All samples are used equally often, give or take one use. (``SEED``, i) keys the noise of loss i. The times are
-    stratified: each loss has the quantile (k + 1/2) / count of training's times, with each k from 0 to count - 1 once.
+    All samples are used equally often, up to one use. (``SEED``, i) keys the noise of loss i. The times are stratified:
+    each loss has another quantile (k + 1/2) / count of the training times, with k from 0 to count - 1.
 
     Attributes:
         quantiles: (count,) float64 in (0, 1).
-        micro_batches: for each micro-batch, the indices of its ``size`` losses. The samples have one shape.
-        new: for each micro-batch, number of leading losses that are not repeated. Repeated losses fill a shape's last
-            micro-batch.
+        micro_batches: indices of each micro-batch's ``size`` losses. Its samples have one shape.
+        new: for each micro-batch, the number of leading losses that count. The others repeat losses to fill it.
     """
 
     def __init__(self, dataset: MediaDataset, count: int, size: int):
@@ -83,15 +82,13 @@ class FixedSamples:
         return [SampleKey(int(self.rows[i]), 0, i) for i in self.micro_batches[number]]
 
 
-MOST = 20  # upper end of the heat map's scale, in % above a noise level's lowest loss (early losses are far higher)
+MOST = 20  # upper end of the heat map's scale, in % above a level's lowest loss
 
 
 @dataclass
 class LossHistory:
-    """Validations of a run, oldest first. A loss that was not finite is None.
-
-    ``noise``: sigma of each noise level, ascending. ``by_noise``: for each validation, the mean loss at each level.
-    """
+    """Validations of a run, oldest first. A loss that was not finite is None. ``noise``: sigma of each noise level,
+    ascending. ``by_noise``: each validation's mean loss per level."""
 
     noise: list[float]
     steps: list[int] = field(default_factory=list)
@@ -100,8 +97,7 @@ class LossHistory:
 
     @classmethod
     def read(cls, log: Path, noise: list[float]) -> "LossHistory":
-        """Read from log.jsonl the validations with the noise levels ``noise``. Skip unreadable lines. Raises
-        OSError."""
+        """Read the validations with noise levels ``noise`` from log.jsonl. Skip unreadable lines. Raises OSError."""
         history = cls(noise)
         for line in log.read_bytes().splitlines() if log.is_file() else []:
             try:
@@ -111,7 +107,7 @@ class LossHistory:
         return history
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of the log if the line has a validation with these noise levels."""
+        """Add a line of the log, if its validation has these noise levels."""
         if line.get("val_noise") == self.noise:
             step, loss, by_noise = (line[key] for key in ("step", "val_loss", "val_loss_by_noise"))
             self.steps.append(step)
@@ -119,8 +115,7 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the lowest loss's step if ``RISING`` or more losses followed and the last ``RISING`` rise; else
-        None."""
+        """Return the lowest loss's step if ``RISING`` losses or more followed, of which the last rise; else None."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
         recent = losses[-RISING:]
@@ -129,11 +124,8 @@ class LossHistory:
 
 
 def draw_losses(history: LossHistory, path: Path, title: str) -> None:
-    """Write a PNG with plots over the steps of the mean loss, and the loss at each noise level. Raises OSError.
-
-    A heat map shows how far each level's loss lies above its minimum: where the model still learns, and where it begins
-    to memorise.
-    """
+    """Write a PNG that plots the mean loss over steps, and the loss at each noise level. Raises OSError. A heat map
+    shows each level's loss above its minimum: where the model still learns, and where it begins to memorise."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # pyplot would keep every figure in memory and need a display
 
@@ -190,11 +182,11 @@ class FixedBatch(NamedTuple):
 
 
 class Validation:
-    """Measures the objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
+    """Measures the objective's loss on fixed samples, noise and times, without dropped conditions.
 
-    For the same weights and --batch_size the results are bit-identical on any number of data-parallel ranks: each
-    micro-batch is computed by one rank, and sums are exact. The constructor reads and encodes the samples; latents stay
-    in host memory. Construct and call on every rank.
+    With equal weights and --batch_size, results are bit-identical on any number of data-parallel ranks: one rank
+    computes each micro-batch, and sums are exact. The constructor reads and encodes the samples, and stores latents in
+    host memory. Construct and call on every rank.
     """
 
     def __init__(self, run: Run):
@@ -223,8 +215,7 @@ class Validation:
             )
 
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
-        """Read and encode the micro-batches ``turns`` (indices). An index beyond the last reads the first micro-batch,
-        without counting its losses."""
+        """Read and encode the micro-batches ``turns`` (indices). Losses of indices beyond the last do not count."""
         run, flags, device = self._run, self._run.flags, self._run.mesh.device
         found, there = [], len(self.samples.micro_batches)
         latents = run.latents_of(dataset, SEED)
@@ -255,7 +246,7 @@ class Validation:
                 found = self._run.runner.losses(self._micro_batch(batch)).double()
                 if mesh.leads_sharing:
                     losses[batch.numbers[: batch.new].to(mesh.device)] = found[: batch.new]
-        return mesh.sum(losses).cpu()  # exact, because each loss is 0 on all ranks except one
+        return mesh.sum(losses).cpu()  # exact: each loss is 0 on all ranks except one
 
     def _micro_batch(self, batch: FixedBatch) -> MicroBatch:
         device = self._run.mesh.device
@@ -269,8 +260,7 @@ class Validation:
         return MicroBatch.of(x0, t, noise, condition, given, self._run.model_config.given_in_place)
 
     def after(self, step: int) -> dict[str, Any]:
-        """Validate after ``step``. Return the fields for the step's line in the log; a mean that is not finite is None.
-        All ranks must call this."""
+        """Validate after ``step``. Return fields for the log; None for non-finite means. All ranks must call this."""
         began = time.perf_counter()
         trained = monitoring.allocated_gib()
         losses = self.losses().tolist()
