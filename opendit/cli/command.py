@@ -49,9 +49,9 @@ def program(name: str) -> ModuleType:
 def train(config: TrainConfig, data: Any = None) -> Path:
     """Run train.py with the flags of ``config`` in this process. Return the run's folder; None with --dry_run.
 
-    ``data`` replaces ``data_path``. It is an ``opendit.data.MediaDataset``, or a map-style data set of dictionaries
-    with "image" or "video" and with "text" or "label" (docs/python.md). A field at its default value counts as an
-    omitted flag. For several processes, call this in a script that torchrun starts.
+    ``data`` replaces ``data_path``: an ``opendit.data.MediaDataset``, or a map-style data set of dictionaries with the
+    keys "image" or "video" and "text" or "label" (docs/python.md). A field at its default value counts as an omitted
+    flag. To use several processes, call this function in a script that torchrun starts.
 
     Raises ValueError for a configuration that can't work. If the run fails, raises the run's error, or RuntimeError
     if that error is unknown.
@@ -74,8 +74,8 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` as if a command line had set the fields that differ from their defaults. All other fields come
-    from the recipe and the YAML file. A parsed configuration is returned unchanged."""
+    """Mark each field that differs from its default as set on the command line. The recipe and the YAML file can
+    change all other fields. A parsed configuration is returned unchanged."""
     if config.given:
         return config
     plain = TrainConfig()

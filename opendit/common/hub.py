@@ -1,6 +1,6 @@
-"""Find models by their names on the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION.
+"""Find models on the Hugging Face hub by name: OWNER/NAME or OWNER/NAME@REVISION.
 
-Models are read from the hub's local cache, models--OWNER--NAME/snapshots/COMMIT, and downloaded only on request.
+Models are read from the hub's local cache, and downloaded only on request.
 """
 
 import functools
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Files to download: one network's, or those in a pipeline's component folders. Single-file pipelines are skipped.
+# Files to download, for one network or a pipeline's component folders. Single-file pipelines are skipped.
 WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
 WANTED += [f"*/*.{kind}" for kind in ("json", "safetensors", "txt", "model", "jinja")]
 UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # half-precision variants are not used
@@ -63,7 +63,7 @@ def cached(repository: str, commit: str) -> str | None:
         return None
 
 
-@functools.cache  # flags are resolved several times, and must always get the same commit
+@functools.cache  # flags are resolved several times, and each time must get one commit
 def download_snapshot(repository: str, revision: str | None, what: str) -> str:
     """Download a revision from the hub and return its snapshot folder. Raises ValueError that begins with ``what``."""
     from huggingface_hub import constants, errors, snapshot_download
@@ -116,7 +116,7 @@ def folder_name(folder: str | Path) -> str:
 def origin(folder: str | Path) -> dict[str, Any] | None:
     """Return repository, commit and file hashes of a folder in the hub's cache; None for another folder.
 
-    A snapshot's files are links. The cache names their targets by hash: SHA-256 for large files, else git's SHA-1.
+    A snapshot's files are links to files that are named by hash: SHA-256 for large files, else git's SHA-1.
     """
     snapshot = snapshot_of(folder)
     if snapshot is None:

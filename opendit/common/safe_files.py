@@ -1,9 +1,9 @@
 """The only module that writes files. Below ``root``, it never follows a symbolic link.
 
-A run's folder, an output or a data set may come from a stranger, and a link inside can lead anywhere. ``root`` is the
-folder that the user named, by default the file's folder. The path of ``root`` itself may contain links. Below ``root``,
-each entry is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``). This refuses even links that appear
-after a check. tests/common/test_writers.py fails if another module of the package writes a file.
+A data set or an output folder may come from a stranger, and its links can lead anywhere. ``root`` is the folder that
+the user named, by default the file's folder. The path of ``root`` itself may contain links. Below ``root``, each
+entry is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``), so a link that appears after a check is
+refused too. tests/common/test_writers.py fails if another module of the package writes a file.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ class LinkRefused(OSError):
 def replacing(
     path: Path, mark: str | None = None, *, root: Path | None = None, make: bool = False, temporary: str | None = None
 ) -> Iterator[BinaryIO]:
-    """Yield a new, empty temporary file ("w+b") that atomically replaces ``path`` at the end of the block.
+    """Yield a new, empty file ("w+b"). At the end of the block, the file atomically replaces ``path``.
 
     After an exception, ``path`` is unchanged and the temporary file (``file.name``) is deleted.
 
     Args:
-        mark: part of the temporary file's name, by default the process number. With a known mark, a caller can find
-            the file after a crash. Two processes must not use one mark at the same time.
+        mark: part of the temporary file's name, by default the process number. A caller that knows the mark can find
+            the file after a crash. Two processes must not use the same mark at once.
         make: create missing folders above ``path``.
         temporary: name of the temporary file. The default is ``.STEM.MARK.SUFFIX``.
 
@@ -73,7 +73,7 @@ def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: b
 
 
 def path_of(file: BinaryIO) -> str:
-    """Return a path by which a library can open the file of :func:`replacing` again."""
+    """Return a path at which a library can open the file of :func:`replacing`."""
     number = f"/proc/self/fd/{file.fileno()}"  # valid even if another file now has the path
     return number if os.path.exists(number) else str(file.name)
 
@@ -98,7 +98,7 @@ def open_to_write(path: Path, flags: int, *, root: Path | None = None, make: boo
 def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) -> int:
     """Return a descriptor for reading a file and appending to it. A missing file is created.
 
-    A file with several hard links, perhaps outside ``root``, is first replaced by a copy, so that only the copy grows.
+    If the file has several hard links, it is first replaced by a copy, because the other links may be outside ``root``.
     """
     with _folder(path.parent, root, make) as here:
         file = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, here)
@@ -172,7 +172,7 @@ def remove_tree(path: Path, *, root: Path | None = None) -> None:
     with contextlib.suppress(OSError), _folder(path.parent, root, False) as here:
         if not stat.S_ISDIR(os.lstat(path.name, dir_fd=here).st_mode):
             return os.unlink(path.name, dir_fd=here)
-        # shutil.rmtree takes a dir_fd only from Python 3.11 on.
+        # Only Python 3.11 and later have shutil.rmtree with dir_fd.
         for _, folders, files, at in os.fwalk(path.name, topdown=False, follow_symlinks=False, dir_fd=here):
             for name in (*files, *folders):
                 _delete(name, at)
@@ -185,7 +185,7 @@ def remove_folder(path: Path, *, root: Path | None = None) -> None:
 
 
 def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
-    """Move all files below ``source`` to ``folder`` on one disk. Keep their relative paths; replace existing files."""
+    """Move all files below ``source`` to ``folder`` on the same disk. Keep relative paths; replace existing files."""
     source = Path(os.path.abspath(source))
     for parent, _, names in os.walk(source):
         to = folder / Path(parent).relative_to(source)
@@ -195,7 +195,7 @@ def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
-    """Raise LinkRefused if one of these names in a folder is a link. Call this before long work that writes the files.
+    """Raise LinkRefused if a name in a folder is a link. Call this before long work that writes these files.
 
     flag: the flag that names the folder, for the message.
     """
@@ -256,7 +256,7 @@ def _folder(folder: Path, root: Path | None, make: bool) -> Iterator[int]:
 
 
 def _open(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
-    """Open ``path.name`` in the folder of descriptor ``here`` with ``os.open``. ``path`` is used in messages."""
+    """Open ``path.name`` in the folder of descriptor ``here``. ``path`` is used in messages."""
     try:
         return os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
     except OSError as error:
@@ -290,7 +290,7 @@ def _replace(name: str, path: Path, here: int, over_link: bool = False) -> None:
 
 
 def _create(path: Path, here: int) -> BinaryIO:
-    """Create ``path.name`` in the folder of descriptor ``here``. A file left by a killed process is removed first."""
+    """Create ``path.name`` in the folder of descriptor ``here``. A file of that name is removed first."""
     _refuse_link(path, here)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=here)
@@ -312,14 +312,14 @@ def _refuse_link(path: Path, here: int) -> None:
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 64 << 20  # maximum bytes of records that wait in memory while the disk is full; a week of log lines fits
+MOST_WAITING = 64 << 20  # maximum bytes of records in memory while the disk is full; a week of log lines fits
 
 
 class RecordFile:
     """An append-only file of records. A record that can't be written waits for the next attempt.
 
-    The file is opened at the first record. After an error, the file is cut back to complete records, at the latest
-    before the next write. ``lost`` counts records that were dropped because too many were waiting.
+    The file is opened at the first record. After an error, the file is cut back to its complete records before the next
+    write. ``lost`` counts records that were dropped because too many were waiting.
     """
 
     def __init__(self, path: Path, root: Path | None = None):
@@ -329,7 +329,7 @@ class RecordFile:
         self._size, self._torn = 0, False
 
     def append(self, record: bytes) -> None:
-        """Write all waiting records and then this one. Raises OSError if a record still waits."""
+        """Write the waiting records and then this record. Raises OSError if a record still waits."""
         self._waiting.append(record)
         while sum(map(len, self._waiting)) > MOST_WAITING and len(self._waiting) > 1:
             self._waiting.popleft()
@@ -346,7 +346,7 @@ class RecordFile:
                 self._write(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:
-            self._close()  # after a network failure, a file may have to be reopened
+            self._close()  # after a network failure, a file may need to be reopened
             if isinstance(error, LinkRefused):
                 raise
             raise OSError(error.errno, error.strerror, str(self.path)) from error
@@ -392,9 +392,9 @@ class RecordFile:
 
 
 class WriteFailures:
-    """Counter of failed writes of files other than checkpoints.
+    """Count failed writes of files that are not checkpoints.
 
-    Training continues after such a failure. Each kind (file, errno) is logged once. The run's exit code becomes 1.
+    After such a failure, training continues, but its exit code becomes 1. Each pair (file, errno) is logged once.
     """
 
     def __init__(self):
@@ -407,7 +407,7 @@ class WriteFailures:
 
     @contextlib.contextmanager
     def survive(self, what: str, step: int | None = None) -> Iterator[None]:
-        """Count an OSError from the block and suppress it. what: name of the file that the block writes."""
+        """Suppress and count an OSError of the block. what: name of the file that the block writes."""
         try:
             yield
         except OSError as error:

@@ -14,9 +14,9 @@ T = TypeVar("T")
 class Stages:
     """Divide the time since the process began into named stages.
 
-    Calling the object with a name returns a context manager for a stage. A stage does not include the time of inner
-    stages, so all stages add up to the age of the process. Only one thread may enter stages; :meth:`beside` adds the
-    time of other threads.
+    Calling the object with a name returns a context manager for a stage. Time in an inner stage does not count for the
+    outer stage, so all stages add up to the age of the process. Only one thread may enter stages; other threads report
+    their time with :meth:`beside`.
 
     Attributes:
         wait: function called at the end of every stage, to wait for an accelerator to finish its work.
@@ -51,7 +51,7 @@ class Stages:
         return before
 
     def beside(self, name: str, seconds: float) -> None:
-        """Add seconds that another thread has worked. May be called from any thread."""
+        """Add the working time of another thread. May be called from any thread."""
         with self._lock:
             self._beside[name] = self._beside.get(name, 0.0) + seconds
 
@@ -81,7 +81,7 @@ class Stages:
 
 
 class Background(Generic[T]):
-    """Runs ``work()`` in a daemon thread. The thread starts immediately and does not delay the end of the program."""
+    """Runs ``work()`` in a daemon thread, which starts immediately and does not delay the end of the program."""
 
     def __init__(self, work: Callable[[], T], name: str = "background"):
         self._work, self._error = work, None
@@ -99,8 +99,7 @@ class Background(Generic[T]):
         self.seconds = time.perf_counter() - began
 
     def result(self, seconds: float | None = None) -> T:
-        """Wait for the work, and return its result or raise its exception. After ``seconds``, raise TimeoutError; the
-        thread continues."""
+        """Return the result of ``work()`` or raise its exception. Raises TimeoutError after ``seconds``."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TimeoutError(f"no answer in {seconds:g} seconds")

@@ -63,11 +63,9 @@ def write_tensors(
     *,
     root: Path | None = None,
 ) -> dict[str, Any]:
-    """Write CPU tensors as a safetensors file, as :func:`write_file` does.
+    """Write CPU tensors to a safetensors file with :func:`write_file`, and return the same entry.
 
-    kinds: dtype and shape of each tensor. Give them if ``tensors`` reads a tensor from disk at each access.
-
-    Unlike safetensors' save_file, this function hashes and syncs, and its error shows that a disk is full.
+    kinds: dtype and shape of each tensor, needed if reading a value of ``tensors`` reads a file.
     """
     if kinds is None:
         kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -95,7 +93,7 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds:
 
 
 def open_mapped(path: Path, framework: str = "pt") -> safe_open:
-    """Call ``safe_open`` for any path. The library itself refuses paths that are not UTF-8."""
+    """Call ``safe_open``, which by itself refuses paths that are not UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -116,7 +114,7 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
             raise ValueError(f"{path} is no regular file")
         with open(path, "rb") as file:
             start = file.read(8)
-        if start == b"version ":  # begin of a Git LFS pointer
+        if start == b"version ":  # the start of a Git LFS pointer
             raise ValueError(f"{path} is a pointer of Git LFS, not the file itself; fetch it by git lfs pull")
         if start.lstrip().startswith(b"<"):
             raise ValueError(f"{path} is a web page, saved instead of the file; download the file again")

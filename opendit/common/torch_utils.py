@@ -17,7 +17,7 @@ class _Decorator(Protocol):
     def __call__(self, function: Function, /) -> Function: ...
 
 
-# Form of torch.compiler.disable in torch's optimizers. The compiler is imported at the first call of a decorated
+# torch's optimizers use this form of torch.compiler.disable. It imports the compiler at the first call of a decorated
 # function, not at the decoration.
 _disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 not_compiled: _Decorator = _disable
@@ -35,9 +35,9 @@ class _SkipInitialization(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Build modules and tensors on torch's meta device, with shapes and dtypes but without values.
+    """Build modules and tensors on torch's meta device, which keeps shapes and dtypes but no values.
 
-    Initialisation is skipped, because drawing random numbers on the meta device would import torch's compiler.
+    Initialisation is skipped, because random numbers on the meta device would import torch's compiler.
     """
     with torch.device("meta"), _SkipInitialization():
         yield

@@ -35,8 +35,8 @@ class DataError(RuntimeError):
 def import_when_used(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], list[str]]:
     """Return ``__getattr__`` (PEP 562) and ``__all__`` of a package or module that re-exports names lazily.
 
-    Each source module is imported when one of its names is first used, so that flags can be checked without torch.
-    ``modules``: source module -> its re-exported names, separated by spaces.
+    A source module is imported when one of its names is first used, so that flags can be checked without torch.
+    ``modules``: source module -> names to re-export, separated by spaces.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -63,14 +63,14 @@ def sha256_of(path: Path) -> str:
 
 
 class HashedStream(NamedTuple):
-    """An input of :func:`hash_parts` that is read in blocks, so that its ``length`` bytes need not fit in memory."""
+    """An input of :func:`hash_parts`: ``length`` bytes that are read in blocks and need not fit in memory."""
 
     length: int
     blocks: Iterable[bytes]
 
 
 def hash_parts(*parts: bytes | str | HashedStream) -> str:
-    """Return the SHA-256 of several inputs, each preceded by its length so that different inputs don't collide."""
+    """Return the SHA-256 of several inputs. Each is hashed after its length: ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, HashedStream):
@@ -88,14 +88,13 @@ def hash_parts(*parts: bytes | str | HashedStream) -> str:
 
 
 def printable(text: str | Path) -> str:
-    """Return text as one line of UTF-8. Control characters, and bytes that are not UTF-8, become escapes as in
-    Python."""
+    """Return text as one line of UTF-8. Other characters and bytes become Python's escapes."""
     text = str(text)
     return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
 
 
 def _escape(c: str) -> str:
-    if "\udc80" <= c <= "\udcff":  # Python represents a byte that is not UTF-8 in this way
+    if "\udc80" <= c <= "\udcff":  # Python's form of a byte that is not UTF-8
         return f"\\x{ord(c) - 0xDC00:02x}"
     return c.encode("unicode_escape").decode()
 

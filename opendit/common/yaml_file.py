@@ -3,10 +3,10 @@
 PyYAML's composer crashes on deep nesting, and expands merge keys without a limit. This module therefore builds values
 from the parser's events, without recursion, and checks every limit before memory grows.
 
-A value is a string, number, true, false, null, list, or dictionary with string keys. Ordinary content gives the same
-values as ``yaml.safe_load``. Dates, times such as ``1:30``, and other YAML 1.1 objects stay strings. Infinities and
-NaNs are accepted. Tags other than ``!!str``, ``!!seq`` and ``!!map``, duplicate keys, keys that are not strings, and
-numbers that two YAML versions read differently (``010``) are refused.
+A value is a string, number, true, false, null, list, or dictionary with string keys. Ordinary files give the same
+values as ``yaml.safe_load``, except that dates and times such as ``1:30`` stay strings. Infinities and NaNs are
+accepted. These are refused: tags other than ``!!str``, ``!!seq`` and ``!!map``; duplicate keys; keys that are not
+strings; and numbers such as ``010``, whose value depends on the YAML version.
 """
 
 import re
@@ -84,7 +84,7 @@ def _directives(text: str) -> Iterator[int]:
 
 
 class _BadValue(Exception):
-    """Error for a value that is refused. line: the line of the file with the value."""
+    """Error for a value that is refused. line: the value's line in the file."""
 
     def __init__(self, event: yaml.Event, why: str):
         super().__init__(why)
@@ -177,7 +177,7 @@ class _Builder:
         done = self.open.pop()
         if (
             isinstance(done.value, dict) and done.merge is not None
-        ):  # merged keys come first; keys of the dictionary itself override them
+        ):  # merged keys come first; the dictionary's other keys override them
             own = dict(done.value)
             done.value.clear()
             for merged in reversed(done.merge):

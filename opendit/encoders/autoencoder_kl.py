@@ -1,8 +1,8 @@
 """Stable Diffusion's autoencoder, with the parameter names and the exact outputs of diffusers' ``AutoencoderKL``.
 
-The module replaces diffusers' class, because importing diffusers takes longer than importing torch. Pixels are (B, 3,
-H, W), latents (B, C, h, w) with H = h * 2 ** (levels - 1). Paper: Rombach et al., "High-Resolution Image Synthesis with
-Latent Diffusion Models", CVPR 2022.
+This class replaces diffusers' class, because importing diffusers takes longer than importing torch. Pixels are
+(B, 3, H, W) and latents (B, C, h, w), where H = h * 2 ** (levels - 1). Paper: Rombach et al., "High-Resolution Image
+Synthesis with Latent Diffusion Models", CVPR 2022.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 EPS = 1e-6  # epsilon of the group norms
-# Defaults of diffusers for missing keys.
+# diffusers' defaults for missing keys.
 DEFAULTS: dict[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
@@ -28,12 +28,12 @@ DEFAULTS: dict[str, Any] = {
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
-# Name of a layer of attention in older files -> current name.
+# Name of an attention layer in older files -> current name.
 OLDER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def describes(config: Mapping[str, Any]) -> bool:
-    """Return True if :class:`AutoencoderKL` supports the blocks and the activation of this configuration."""
+    """Return True if :class:`AutoencoderKL` supports a configuration's blocks and activation."""
     config, levels = DEFAULTS | dict(config), len(config["block_out_channels"])
     return (
         config["act_fn"] in ("silu", "swish")
@@ -43,8 +43,8 @@ def describes(config: Mapping[str, Any]) -> bool:
 
 
 class AutoencoderKL(nn.Module):
-    """The autoencoder of a configuration that :func:`describes` accepts, with default initialisation. config: the
-    configuration; DEFAULTS fills in missing keys."""
+    """The autoencoder for a configuration that :func:`describes` accepts, with default initialisation. DEFAULTS fills
+    in missing keys."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
@@ -121,8 +121,8 @@ class Decoder(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks at one resolution, optionally followed by a module that changes the resolution. sampler: class of
-    this module, or None. samplers: name of the attribute that holds it."""
+    """Residual blocks at one resolution. sampler: class of a last module that changes the resolution, or None.
+    samplers: name of this module's attribute."""
 
     def __init__(self, inputs: int, width: int, layers: int, groups: int, samplers: str, sampler: type[Any] | None):
         super().__init__()
@@ -182,13 +182,13 @@ class SpatialAttention(nn.Module):
         tokens = self.group_norm(x.flatten(2)).transpose(1, 2)  # (B, h w, width)
         q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
         attended = F.scaled_dot_product_attention(q, k, v).squeeze(1)
-        # Keep diffusers' order of terms. The first term sets the sum's memory format (channels last), and the format
-        # affects how later convolutions round.
+        # Keep diffusers' order of terms. The first term sets the sum's memory format (channels last), which changes the
+        # rounding of later convolutions.
         return self.to_out[0](attended).transpose(1, 2).reshape(x.shape) + x
 
 
 class Downsample(nn.Module):
-    """Halve height and width. The convolution needs odd sides, so pad with zeros at the bottom and at the right."""
+    """Halve height and width. The convolution needs odd sides, so pad with zeros at the bottom and the right."""
 
     def __init__(self, width: int):
         super().__init__()

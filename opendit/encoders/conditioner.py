@@ -1,7 +1,6 @@
-"""Convert classes or captions, from a batch or from a user, to a model's condition ``y``.
+"""Convert classes or captions to a model's condition ``y``.
 
-A conditioner also provides the null condition, for the unconditional half of guidance: the null class, or the embedding
-of the empty caption.
+A conditioner also provides the null condition for guidance: the null class, or the embedding of the empty caption.
 """
 
 from abc import ABC, abstractmethod
@@ -46,14 +45,14 @@ class Conditioner(ABC):
         return where(dropped, self.null(), y)
 
     def of_clips(self, y: Condition, pixels: Tensor | None, tokens: Tensor | None = None) -> Condition:
-        """Add tokens of first frames to the condition ``y``. Models that attend to no such tokens get ``y`` unchanged.
+        """Add the tokens of first frames to ``y``, if the model attends to such tokens.
 
-        pixels: clips (B, 3, T, H, W) in [-1, 1]. tokens: (B, L, D) tokens from a cache, used instead of ``pixels``."""
+        pixels: clips (B, 3, T, H, W) in [-1, 1]. tokens: cached tokens (B, L, D), used instead of ``pixels``."""
         return y
 
 
 class LabelConditioner(Conditioner):
-    """Makes conditions from class numbers. The number of the null class is ``num_classes``."""
+    """Makes conditions from class numbers. The null class has the number ``num_classes``."""
 
     def __init__(self, num_classes: int, device: torch.device):
         super().__init__(device)
@@ -67,8 +66,8 @@ class LabelConditioner(Conditioner):
 
 
 class CaptionConditioner(Conditioner):
-    """Makes conditions from captions: embeddings of a frozen encoder, or token ids for the model's own encoder
-    ``bytes``. encoder: None for ``bytes``, or if all embeddings are cached. empty: cached tokens, mask and pooled
+    """Makes conditions from captions: embeddings of a frozen encoder, or token ids for the encoder ``bytes``, which is
+    in the model. encoder: None for ``bytes``, or if all embeddings are cached. empty: cached tokens, mask and pooled
     vector of the empty caption, as a batch of one."""
 
     def __init__(
@@ -83,15 +82,14 @@ class CaptionConditioner(Conditioner):
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
 
     def encode(self, captions: list[str], away: bool = False) -> Condition:
-        """Return the condition of each caption. away: True for negative prompts, because some public models encode them
-        differently."""
+        """Return each caption's condition. away: True for negative prompts, which some models encode differently."""
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
         assert self.encoder is not None  # runs with cached embeddings encode no captions
         return self.encoder.encode(captions).to(self.device)
 
     def cut(self, captions: list[str], name: str) -> list[str]:
-        """Return, in a list, one line that begins with ``name`` if captions are too long for the encoder; else []."""
+        """Return [warning] if captions are too long for the encoder, else []. name: the warning's first word."""
         most = self.text.max_tokens
         count = byte_tokens if self.encoder is None else self.encoder.count_tokens
         if not (over := [tokens for tokens in count(captions) if tokens > most]):
@@ -117,9 +115,9 @@ class CaptionConditioner(Conditioner):
 class PublishedConditioner(CaptionConditioner):
     """Makes conditions from captions with a public model's text encoders (opendit.encoders.published_text).
 
-    encoder: a PublishedText; None if all embeddings are cached. guidance: guidance scale to embed, if the network takes
-    one. trim: cut a batch of cached embeddings to its longest caption. pictures: encoder of first frames, for models
-    that attend to their tokens."""
+    encoder: a PublishedText; None if all embeddings are cached. guidance: guidance scale, for a network that embeds it.
+    trim: cut a batch of cached embeddings to its longest caption. pictures: encoder of first frames, for models that
+    attend to their tokens."""
 
     def __init__(
         self,
@@ -164,20 +162,20 @@ class PublishedConditioner(CaptionConditioner):
         return replace(cast(TextCondition, y), pooled=self.pictures.of_clips(pixels))
 
     def _told(self, y: TextCondition) -> TextCondition:
-        """Add the embedded guidance scale, if there is one, to the condition."""
+        """Add the guidance scale to the condition if the network embeds it."""
         if self.guidance is None:
             return y
         return replace(y, guidance=torch.full((len(y),), self.guidance, device=y.tokens.device))
 
 
 def preview_labels(num_classes: int, count: int) -> Tensor:
-    """Return labels (count,) int64: all classes in turn or, if ``count`` is smaller, classes at even distances."""
+    """Return labels (count,) int64: all classes in turn, or evenly spaced classes if ``count`` is smaller."""
     return torch.arange(count) * num_classes // count if count < num_classes else torch.arange(count) % num_classes
 
 
 def class_number(name: str, names: Sequence[str]) -> int:
-    """Return the number of the class with this name, ignoring case. If a class name is a list with commas, any entry of
-    the list matches. Raises ValueError, with the name first, if no class or more than one class matches."""
+    """Return the number of the class with this name, ignoring case. A class name may be a list of names with commas.
+    Raises ValueError, with the name first, if no class or more than one class matches."""
     wanted = name.strip().casefold()
     found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]
     found = found or [n for n, each in enumerate(names) if wanted in map(str.strip, each.casefold().split(","))]

@@ -1,8 +1,8 @@
-"""Read a pretrained model's untrusted folder in the format of diffusers or transformers, or fetch it from the hub.
+"""Read a pretrained model's untrusted folder in the format of diffusers or transformers, or download it from the hub.
 
-Nothing is loaded that could run code, or that could name or fetch other files: no ``auto_map``, no pickled weights, no
-adapter, no quantisation. The configuration is compared with the weights' header before a model is built. A repository
-on the hub is fetched at a fixed commit and then treated like any other folder.
+No code is run, and no pickles, adapters or quantised weights are loaded. A configuration that names code or other
+files (``auto_map``) is refused. It must fit the weights' header before a model is built. A download has a fixed commit
+and is then treated like any other folder.
 """
 
 import math
@@ -37,9 +37,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path, also: str = "") -> str | None:
-    """Return the name of the encoder to load: the user's name ``given``, otherwise the name ``stored`` in the file
-    ``source``. A stored name must be one of KNOWN. Raises ValueError for any other stored name. The message names the
-    flag and ends with ``also``."""
+    """Return the encoder's name: ``given`` by the user, otherwise ``stored`` in the file ``source``. Raises ValueError
+    for a stored name that is not in KNOWN. The message names the flag and ends with ``also``."""
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
     quoted = shlex.quote(stored) if stored.isprintable() else shown(stored)
@@ -57,8 +56,8 @@ def refuse_adapters(folder: Path) -> None:
 
 
 def weight_files(folder: Path, stem: str) -> list[Path]:
-    """Return STEM.safetensors, or the files that STEM.safetensors.index.json lists. Raises FileNotFoundError or
-    ValueError, naming the file."""
+    """Return STEM.safetensors, or the files in STEM.safetensors.index.json. Raises FileNotFoundError or ValueError,
+    naming the file."""
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if index.is_file():
         if single.is_file():
@@ -87,12 +86,12 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
 
 
 def weight_count(folder: Path, stem: str) -> int:
-    """Count the weights in :func:`weight_files` from the files' headers."""
+    """Count the weights from the headers of the files. Raises as :func:`weight_files`."""
     return sum(map(math.prod, weight_shapes(folder, stem).values()))
 
 
 def stored_bytes(folder: Path, stem: str, kind: str) -> int:
-    """Return a text encoder's size in bytes. kind: how linear layers are stored (see :func:`transformers_model`); other
+    """Return a text encoder's size in bytes. kind: storage of linear layers (see :func:`transformers_model`). Other
     weights count as half precision. Raises as :func:`weight_files`."""
 
     def size(name: str, shape: tuple[int, ...]) -> int:
@@ -105,7 +104,7 @@ def stored_bytes(folder: Path, stem: str, kind: str) -> int:
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if ``make``, on the meta device, fails or builds a model with more weights than ``shapes``."""
+    """Raise ValueError if ``make()`` fails, or builds a model with more weights than ``shapes``. It runs on meta."""
     try:
         with on_meta():
             model = make()
@@ -117,8 +116,8 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def lazy_module(name: str) -> Any:
-    """Import diffusers or ``transformers``. An ``import`` statement is not safe in a second thread: these packages
-    replace their module object during the import, and the statement would return the old object."""
+    """Import diffusers or ``transformers``. These packages replace their module object during the import, so an
+    ``import`` statement in a second thread could return the old object."""
     return import_module(name)
 
 
@@ -132,15 +131,15 @@ def transformers_model(
 ) -> Any:
     """Load a folder's model as the class ``name`` of ``transformers``. No code in the folder is run, no pickle is read.
 
-    kind: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 means in
-    ``dtype``. device: device on which weights are quantised, one tensor at a time; not used for bf16. Raises ValueError
-    for missing weights, and any error of ``transformers``."""
+    kind: storage of linear layers' weights, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 means ``dtype``.
+    device: device for quantising weights, one tensor at a time. Raises ValueError for missing weights, and any error of
+    ``transformers``."""
     refuse_adapters(folder)
     shapes = weight_shapes(folder, stem)
     model_class = getattr(lazy_module("transformers"), name)
     made = model_class.config_class.from_pretrained(folder, local_files_only=True)
     check_size(lambda: model_class(made), shapes, folder)
-    # If no folder is passed, transformers uses the tensors of the argument ``state_dict``.
+    # Without a folder, transformers reads the tensors in the argument ``state_dict``.
     numbered = None if kind == "bf16" else {key: _number(i, shape) for i, (key, shape) in enumerate(shapes.items())}
     files = dict(local_files_only=True, trust_remote_code=False, use_safetensors=True)
     with _quiet_loading(warnings=numbered is None):
@@ -159,7 +158,7 @@ def transformers_model(
 
 
 def _number(number: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a float32 tensor of this shape, filled with ``number``, that takes the memory of a single element."""
+    """Return a float32 tensor of this shape, filled with ``number``, that takes one element of memory."""
     return torch.tensor(float(number)).expand(shape)
 
 
@@ -172,9 +171,9 @@ def _fill_stored(
     kind: str,
     device: torch.device,
 ) -> None:
-    """Replace a model's parameters by the tensors of its files, one at a time. Linear layers are stored as ``kind``.
-    Before the call, each parameter must be filled with its tensor's index in ``tensors``, because ``transformers``
-    renames tensors. Raises ValueError if a parameter is not exactly one tensor."""
+    """Replace a model's parameters by the tensors in its files, one at a time. Linear layers are stored as ``kind``.
+    ``transformers`` renames tensors, so each parameter must first be filled with its tensor's index in ``tensors``.
+    Raises ValueError if a parameter is not exactly one tensor."""
     model.requires_grad_(False)
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name: tensors[int(parameter.flatten()[0])] for name, parameter in named.items()}
@@ -206,7 +205,7 @@ def _fill_stored(
 @contextmanager
 def _quiet_loading(warnings: bool) -> Iterator[None]:
     """Disable the progress bars of ``transformers``, because every rank would draw them. warnings: if False, also
-    disable warnings; parameters filled with indices would cause one about tied weights."""
+    disable warnings, because parameters filled with indices cause one about tied weights."""
     from transformers.utils import logging
 
     shown, before = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -223,7 +222,7 @@ def _quiet_loading(warnings: bool) -> Iterator[None]:
 
 @contextmanager
 def loading(what: str, needs: str = "") -> Iterator[None]:
-    """Convert errors of a library that reads a folder to ValueError: ``what`` can't be loaded, why, and ``needs``."""
+    """Convert a library's errors to ValueError: ``what`` can't be loaded, why, and ``needs``."""
     try:
         yield
     except BaseException as error:  # a panic in the tokenizer's Rust code is not an Exception
@@ -245,12 +244,12 @@ def reason(path: Path, error: Exception) -> str:
 
 # ------------------------------------------------------------------------------------------ pipelines
 
-# Class with an extra head -> class without the head. Only the class without the head is loaded.
+# Class with an extra head -> class without it, which is loaded.
 SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
 
 
 def check_index(folder: Path, family: Family) -> dict[str, Any]:
-    """Read a folder's ``model_index.json``, and compare it with the family's pipelines and components. Raises
+    """Read ``model_index.json`` in a folder, and check its pipeline and components against the family. Raises
     FileNotFoundError or ValueError."""
     from opendit.encoders.schema import PRETRAINED
 
@@ -274,7 +273,7 @@ def check_index(folder: Path, family: Family) -> dict[str, Any]:
 
 def names_class(entry: Any, library: str, class_name: str) -> bool:
     """Return True if an entry of ``model_index.json`` names this class. The tokenizers NAME and NAMEFast count as one
-    class, because recent versions of transformers have only one."""
+    class, because recent versions of transformers have only one of them."""
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
         return False
     found = SAME.get(entry[1], entry[1])
@@ -305,8 +304,8 @@ def pinned(name: str) -> tuple[str, str] | None:
 
 
 def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str, ...], what: str, needs: str) -> Path:
-    """Return the local folder of a repository at one commit. Missing files are downloaded from the hub. files: required
-    files. also: optional files. what, needs: see :func:`from_hub`."""
+    """Return a repository's local folder at one commit, and download missing files. files: required files. also:
+    optional files. what, needs: see :func:`from_hub`."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -324,9 +323,8 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 
 
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """Return ``fetch(True)``, which uses only the local cache. If that fails, return ``fetch(False)``, which downloads.
-    Raises FileNotFoundError within seconds if the hub can't be reached. The message begins with ``what`` and ends with
-    ``needs``."""
+    """Return ``fetch(True)``, which reads the local cache, or else ``fetch(False)``, which downloads. Raises
+    FileNotFoundError within seconds if the hub can't be reached. The message is ``what``, the reason and ``needs``."""
     from huggingface_hub import constants
 
     try:
@@ -334,7 +332,7 @@ def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
     except (OSError, ValueError):
         pass
     try:
-        # A download would retry six times with growing pauses, so first check that the hub can be reached.
+        # Check first that the hub can be reached, because a download retries six times with growing pauses.
         probe_hub(constants.ENDPOINT)
         return fetch(False)
     except Exception as error:

@@ -1,7 +1,4 @@
-"""Convert decoded pixels to uint8 arrays, labelled grids, contact sheets and looping GIFs.
-
-The previews of training and sample.py use this module. It does not depend on models or samplers.
-"""
+"""Convert decoded pixels to uint8 arrays, labelled grids, contact sheets and looping GIFs."""
 
 import bisect
 import math
@@ -22,7 +19,7 @@ def to_uint8(pixels: Tensor) -> np.ndarray:
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
-    """Convert pixels as :func:`to_uint8` does, but to a contiguous tensor on the pixels' device."""
+    """Return the result of :func:`to_uint8` as a contiguous tensor on the pixels' device."""
     scaled = (pixels.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
     if scaled.shape[1] == 1:
         scaled = scaled.expand(-1, 3, *scaled.shape[2:])
@@ -30,8 +27,8 @@ def to_bytes(pixels: Tensor) -> Tensor:
 
 
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
-    """Draw pictures (N, H, W, 3) uint8 as one image, with a caption above every picture. Pictures lower than
-    ``smallest`` pixels are enlarged by an integer factor. columns: by default chosen from the number of pictures."""
+    """Draw pictures (N, H, W, 3) uint8 in a grid, with a caption above each. Pictures lower than ``smallest`` pixels
+    are enlarged by an integer factor. columns: by default chosen from the number of pictures."""
     count, height, width, _ = pictures.shape
     across = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
     zoom = max(1, smallest // height)
@@ -47,16 +44,16 @@ def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = N
 
 
 def one_line(caption: str) -> str:
-    """Convert a caption to one line that can be drawn. Each run of white space and control characters becomes one
-    space. Format characters are removed. Surrogates and code points that are unassigned or private become U+FFFD."""
+    """Convert a caption to one line that can be drawn. White space and control characters become single spaces; format
+    characters are removed. Surrogates and unassigned or private code points become U+FFFD."""
     kinds = {"Cc": " ", "Cf": "", "Zs": " ", "Zl": " ", "Zp": " ", "Cs": "\ufffd", "Cn": "\ufffd", "Co": "\ufffd"}
     return " ".join("".join(kinds.get(unicodedata.category(c), c) for c in caption).split())
 
 
 def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """Cut a caption to at most ``width`` pixels including a final "…", but keep at least its first three characters."""
+    """Cut a caption to ``width`` pixels including a final "…", but keep at least three characters."""
     line = one_line(caption[:10_000])
-    short = line[: 4 * width]  # limits the time of measuring, since a character is at least a quarter pixel wide
+    short = line[: 4 * width]  # bounds the measuring time; a character is at least a quarter pixel wide
     if len(short) <= 4 or (len(line) <= 4 * width and font.getlength(short) <= width):
         return short
     fits = bisect.bisect_left(range(4, len(short)), True, key=lambda end: font.getlength(short[:end] + "…") > width)
@@ -66,14 +63,13 @@ def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFo
 def save_grid(
     path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None, root: Path | None = None
 ) -> None:
-    """Save the image of :func:`draw_grid` as a PNG, and create its folder. root: folder below which the path must be
-    (opendit/common/safe_files.py)."""
+    """Save the image of :func:`draw_grid` as a PNG, and create its folder. root: see opendit/common/safe_files.py."""
     with replacing(path, root=root, make=True) as new:
         draw_grid(pictures, captions, columns).save(new, "PNG")
 
 
 def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: float) -> None:
-    """Save clips (N, T, H, W, 3) uint8 in one looping GIF, as a grid with a caption above every clip."""
+    """Save clips (N, T, H, W, 3) uint8 in one looping GIF: a grid with a caption above each clip."""
     columns = len(clips) if len(clips) <= 4 else None
     first, *others = (draw_grid(frame, captions, columns, smallest=120) for frame in clips.swapaxes(0, 1))
     with replacing(path, make=True) as new:
@@ -81,7 +77,7 @@ def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: floa
 
 
 def grid_columns(captions: list[str]) -> int | None:
-    """Return the number of different captions, as the number of columns; None if the number is not 4 to 12."""
+    """Return the number of different captions as the number of columns, or None if it is not 4 to 12."""
     kinds = len(set(captions))
     return kinds if 4 <= kinds <= 12 else None
 

@@ -1,9 +1,8 @@
 """Encode prompts for published models, through the pipeline classes of diffusers.
 
 A pipeline is built from tokenizers and text encoders only. Its method ``encode_prompt`` applies templates, cleaning and
-padding. The table PROMPTS describes how to call the method and how to read its result. The result is a
-:class:`TextCondition` for all families: tokens (B, L, D), mask (B, L) and pooled (B, P). P is 0 for a family without a
-pooled vector.
+padding. The table PROMPTS gives the method's arguments and the layout of its result. For all families, the final result
+is a :class:`TextCondition`: tokens (B, L, D), mask (B, L) and pooled (B, P), with P = 0 if there is no pooled vector.
 """
 
 import json
@@ -38,8 +37,7 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 
-# Bounds memory. With 512 tokens a caption, one layer of UMT5-XXL needs 1.5 GiB for the scores and softmax of 16
-# captions.
+# Bounds memory: for 16 captions of 512 tokens, one layer of UMT5-XXL needs 1.5 GiB for the scores and softmax.
 CAPTIONS_AT_ONCE = 16
 # Class of ``transformers`` -> accepted values of model_type in config.json.
 MODEL_TYPES = {
@@ -58,7 +56,7 @@ CLASSES_OF_TOKENIZERS = (
 )  # fmt: skip
 # Class of a processor for text and pictures -> class of its tokenizer.
 TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
-# A tokenizer's folder must have all files of one of these sets.
+# A tokenizer's folder must have all files in one of these sets.
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))
 # A prompt that shows which cleaning steps a pipeline applies.
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "
@@ -74,18 +72,18 @@ class Prompts:
     # Names of the components that compute the tokens.
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
-    # Arguments of ``encode_prompt`` in addition to prompt, device and max_sequence_length.
+    # Arguments of ``encode_prompt`` besides prompt, device and max_sequence_length.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    pooled: tuple[str, ...] = ()  # names of the pooled vector's components; () if there is no such vector
+    pooled: tuple[str, ...] = ()  # names of the components for the pooled vector; () if there is none
     pooled_at: int = 1  # index of the pooled vector in the result
     # True if the result's second item is the mask (B, L). The item may be None if no token is padding.
     masked: bool = False
-    layers: int = 1  # number of the encoder's layers; their outputs are concatenated to form a token
-    dropped: int = 0  # number of template tokens missing at the start of the result
+    layers: int = 1  # number of encoder layers with concatenated outputs in a token
+    dropped: int = 0  # number of template tokens that are missing at the start of the result
     # function (pipeline, prompt) -> the text to tokenize, for example the prompt in a chat template
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
-    # True if negative prompts, including the empty prompt, are encoded without ``written``. Their tokens and mask are
-    # the result's third and fourth item.
+    # True if negative prompts, including the empty prompt, are encoded without ``written``. The result's third and
+    # fourth items are then their tokens and mask.
     bare: bool = False
     unused: str | None = None  # name of a component that the pipeline requires but never uses here
 
@@ -145,10 +143,10 @@ PROMPTS = {
 
 
 class PublishedText:
-    """The frozen text encoders of a published model, called through its pipeline.
+    """A published model's frozen text encoders, called through its pipeline.
 
-    width: D of the tokens. pooled_width: P of the pooled vector. max_tokens: prompts are cut to this number of tokens,
-    and padded to it unless the family removes padding."""
+    width: D of the tokens. pooled_width: P of the pooled vector. max_tokens: prompts are cut to this number of tokens.
+    They are also padded to it, unless the family removes padding."""
 
     def __init__(
         self, pipeline: Any, family: Family, *, name: str, device: torch.device | str, max_tokens: int | None = None
@@ -176,12 +174,12 @@ class PublishedText:
 
         The family's ``Text.padding`` determines the tokens after a caption's last token:
 
-        - "attend": outputs of the encoder. L = max_tokens, and the mask is True everywhere.
+        - "attend": the encoder's outputs. L = max_tokens, and the mask is True everywhere.
         - "zero": zeros, with mask False. L = max_tokens.
         - "remove": zeros, with mask False. L = ``length``, by default the longest caption's length.
 
-        away: True for negative prompts, because some families encode them differently. Raises ValueError if ``length``
-        is shorter than a caption, or differs from the family's fixed length."""
+        away: True for negative prompts, which some families encode differently. Raises ValueError if ``length`` is
+        shorter than a caption, or differs from the family's fixed length."""
         if length not in (None, self.max_tokens) and self.family.text.padding != "remove":
             raise ValueError(f"prompts of {self.family.name} have {self.max_tokens} tokens, not {length}")
         tokens: list[Tensor] = []
@@ -218,7 +216,7 @@ class PublishedText:
         return joined.tokens, joined.mask
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Count each caption's tokens before cutting, including tokens of the template."""
+        """Count each caption's tokens before cutting, including the template's tokens."""
         if not captions:
             return []
         written = [self.prompts.written(self.pipeline, caption) for caption in captions]
@@ -241,7 +239,7 @@ class PublishedText:
 
 
 def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -> TextCondition:
-    """Join batches of prompts. Pad all prompts with zeros to ``length``, by default the longest batch's length."""
+    """Join batches of prompts, padded with zeros to ``length``, by default the longest batch's length."""
     longest = max(condition.tokens.shape[1] for condition in conditions)
     length = longest if length is None else length
     if length < longest:
@@ -255,7 +253,7 @@ def _full(tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Suppress warnings of the logger ``name``. FluxPipeline would warn of each caption over CLIP's 77 tokens."""
+    """Suppress warnings of the logger ``name``. FluxPipeline would warn about each caption with over 77 CLIP tokens."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -276,15 +274,15 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
 
 
 def text_encoder_bytes(folder: Path, family: Family, kind: str = "bf16") -> int:
-    """Return the text encoders' size in bytes, read from the headers of their files. kind: value of --text_precision.
-    Raises FileNotFoundError or ValueError."""
+    """Return the text encoders' size in bytes, from the headers of their files. kind: value of --text_precision. Raises
+    FileNotFoundError or ValueError."""
     encoders = [component for component in family.components if component.startswith("text_encoder")]
     return sum(stored_bytes(folder.expanduser() / component, STEM, kind) for component in encoders)
 
 
 def published_geometry(name: str) -> tuple[int, int, int] | None:
     """Return (token width, width of the pooled vector, maximum tokens per prompt) for a pipeline's folder, without
-    reading weights. Return None if ``name`` is not such a folder."""
+    reading weights. Return None for anything else."""
     folder = Path(name).expanduser()
     family = family_in(name_of_folder(folder) or "")
     if family is None or not (folder / PIPELINE_INDEX).is_file():
@@ -294,8 +292,8 @@ def published_geometry(name: str) -> tuple[int, int, int] | None:
 
 
 def check_text(folder: Path, family: Family) -> None:
-    """Check a folder's index, tokenizers and text encoders, but not the values of weights. The package ``transformers``
-    is not needed. Raises FileNotFoundError or ValueError; the message names the file and the problem."""
+    """Check a folder's index, tokenizers and text encoders, but not the weights' values. Does not import
+    ``transformers``. Raises FileNotFoundError or ValueError; the message names the file and the problem."""
     _prompts(family)
     check_index(folder, family)
     for component in family.components:
@@ -321,9 +319,9 @@ def load_published_text(
 ) -> PublishedText:
     """Load the tokenizers and text encoders of a pipeline's folder, after :func:`check_text`.
 
-    dtype: dtype of the weights on a GPU; bf16 replaces fp16, because T5's activations exceed the range of fp16. A CPU
-    always computes in fp32. max_tokens: prompts are cut to this number of tokens; by default the family's. precision:
-    see ``load_text_encoder``. Raises FileNotFoundError or ValueError, naming the file and the problem."""
+    dtype: dtype of the weights on a GPU. bf16 replaces fp16, because T5's activations exceed fp16's range. A CPU always
+    computes in fp32. max_tokens: prompts are cut to this number of tokens, by default the family's. precision: see
+    ``load_text_encoder``. Raises FileNotFoundError or ValueError, naming the file and the problem."""
     check_text(folder, family)
     device = torch.device(device)
     dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype

@@ -1,6 +1,6 @@
 """Check the JSON files in a folder of diffusers or transformers before anything is loaded from the folder.
 
-Import this module only where a file is read: importing pydantic is slow.
+Importing this module imports pydantic, which is slow. Import it only where a file is read.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,8 +11,7 @@ from pydantic import FailFast, Field, model_validator
 from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind, FileName, OpenJsonObject, Word
 
-# Keys that request code or weights from elsewhere -> words for the error message. A configuration must not have these
-# keys.
+# Keys that request code or weights from elsewhere, and are refused -> words for the error message.
 REFUSED = {
     "auto_map": "names code to run",
     "custom_pipelines": "names code to run",
@@ -25,8 +24,7 @@ Layers = Annotated[int, Interval(ge=1, le=256)]
 
 
 class PretrainedConfig(OpenJsonObject):
-    """A configuration of transformers or diffusers. Keys that could load other code or files are refused. Subclasses
-    limit the values of keys."""
+    """A configuration of transformers or diffusers. Keys that could load code or other files are refused."""
 
     @model_validator(mode="before")
     @classmethod
@@ -36,7 +34,7 @@ class PretrainedConfig(OpenJsonObject):
 
 
 def refuse_requests(value: Any) -> None:
-    """Raise ValueError if a configuration contains, at any depth, a key of REFUSED or an attention implementation from
+    """Raise ValueError if a configuration, at any depth, has a key in REFUSED or an attention implementation from
     outside torch."""
     for key, item in value.items() if isinstance(value, dict) else ():
         if key in REFUSED and item:
@@ -94,7 +92,7 @@ Shift = Annotated[float, Interval(ge=-1e6, le=1e6)]
 
 
 class VaeConfig(PretrainedConfig):
-    """The config.json of a diffusers autoencoder. The bounds hold for all supported classes."""
+    """The config.json of any supported autoencoder of diffusers."""
 
     class_name: Word = Field("", alias="_class_name")
     latent_channels: int = Field(1, ge=1, le=1024)

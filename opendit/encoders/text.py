@@ -1,7 +1,7 @@
 """Encode captions with the frozen text encoders CLIP and T5, from a local folder or the hub.
 
-A text encoder is no ``nn.Module``, so a model's state can never contain one. The encoder ``bytes`` is trained with the
-model (see opendit.models.conditioning). Only its name and sizes are here.
+A text encoder is no ``nn.Module``, so that a model's state can't contain one. The encoder ``bytes`` is trained with the
+model (see opendit.models.conditioning); only its name and sizes are here.
 """
 
 import json
@@ -25,7 +25,7 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition, masked_mean
 
 BYTES = ("bytes", 128, 64)  # kind, default width, default number of tokens
-# Limit for the bytes encoder's default number of tokens, because attention's memory grows quadratically.
+# Limits the bytes encoder's default number of tokens, because attention's memory grows quadratically.
 MOST_BYTES = 512
 MOST_TEXT_TOKENS = 16_384  # maximum of --max_text_tokens
 # Short name -> (repository on the hub, commit, geometry). Flan-T5 replaces T5, because its repository has safetensors
@@ -34,7 +34,7 @@ HUB = {
     "clip": ("openai/clip-vit-base-patch32", "c237dc49a33fc61debc9276459120b7eac67e7ef", ("clip", 512, 77)),
     "t5": ("google/flan-t5-large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", ("t5", 1024, 120)),
 }
-T5_TOKENS = 120  # T5 has no maximum; this is the number that PixArt-alpha uses (Chen et al. 2024)
+T5_TOKENS = 120  # T5 has no maximum; PixArt-alpha uses this number (Chen et al. 2024)
 # model_type in config.json -> (kind, class of ``transformers``).
 CLASSES = {
     "clip": ("clip", "CLIPTextModel"),
@@ -50,10 +50,10 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "spiece.model",
 )  # fmt: skip
-# File with the chat template of a language model's tokenizer, if tokenizer_config.json lacks one.
+# The chat template of a language model's tokenizer, if it is not in tokenizer_config.json.
 CHAT_TEMPLATE = "chat_template.jinja"
 MOST_TOKENIZER_BYTES = 64 << 20
-# Tokenizer classes of ``transformers`` that read no other files than TOKENIZER_FILES and CHAT_TEMPLATE.
+# Tokenizer classes of ``transformers`` that read only TOKENIZER_FILES and CHAT_TEMPLATE.
 TOKENIZERS = (
     None, "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
     "TokenizersBackend",
@@ -63,8 +63,8 @@ TOKENIZERS = (
 class TextEncoder:
     """A frozen encoder of ``transformers`` with its tokenizer. Every caption is padded or cut to ``max_tokens`` tokens.
 
-    kind: "clip" (the pooled vector is the end token's output) or "t5" (the pooled vector is the mean over the tokens).
-    width: D of the tokens. dtype: dtype of weights and activations on a GPU, see :func:`working_dtype`."""
+    kind: "clip" (the pooled vector is the end token's output) or "t5" (the pooled vector is the tokens' mean). width: D
+    of the tokens. dtype: dtype of weights and activations on a GPU, see :func:`working_dtype`."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class TextEncoder:
             captions, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
         mask = words.attention_mask.bool()
-        mask[:, 0] = True  # give empty captions one token, in case the tokenizer adds no begin and end tokens
+        mask[:, 0] = True  # give empty captions one token, even if the tokenizer adds no begin and end tokens
         output = self.model(input_ids=words.input_ids, attention_mask=mask.long())
         tokens = output.last_hidden_state
         return TextCondition(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
@@ -126,7 +126,7 @@ def working_dtype(kind: str, device: torch.device, dtype: torch.dtype) -> torch.
 
 def text_geometry(name: str) -> tuple[str, int, int]:
     """Return (kind, width, default number of tokens) of ``--text_encoder name`` without reading its weights. The kind
-    is bytes, clip or t5. CLIP's default is its maximum. Raises as :func:`load_text_encoder`."""
+    is "bytes", "clip" or "t5". CLIP's default is its maximum. Raises as :func:`load_text_encoder`."""
     if name == "bytes":
         return BYTES
     if name in HUB:
@@ -141,8 +141,8 @@ def fitting_tokens(longest: int) -> int:
 
 
 def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
-    """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens. CLIP needs two tokens
-    (begin and end), others one. Only CLIP has a maximum, ``longest``. kind, longest: from :func:`text_geometry`."""
+    """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens. CLIP needs at least two,
+    begin and end, and at most ``longest``; others need one. kind, longest: from :func:`text_geometry`."""
     least = 2 if kind == "clip" else 1
     if tokens < least or (kind == "clip" and tokens > longest):
         bounds = f"{least} to {longest}" if kind == "clip" else f"at least {least}"
@@ -160,10 +160,9 @@ def load_text_encoder(
     """Load the frozen encoder of ``--text_encoder name``.
 
     name: "clip", "t5", another repository on the hub with its commit (ORGANISATION/NAME@COMMIT), or a folder in
-    transformers' format. max_tokens: captions are padded or cut to this number of tokens; by default CLIP's maximum, or
-    120 for T5. precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``;
-    bf16 means in ``dtype``. Raises FileNotFoundError or ValueError, naming the flag and the fix, if the encoder is
-    missing or invalid."""
+    transformers' format. max_tokens: captions are padded or cut to this number of tokens, by default CLIP's maximum, or
+    120 for T5. precision: storage of linear layers' weights, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 is
+    ``dtype``. Raises FileNotFoundError or ValueError, naming the flag and the fix, if the encoder is missing or bad."""
     if name == "bytes":
         raise ValueError("--text_encoder bytes: a part of the model, with nothing to load; take it from there")
     kind, width, longest = text_geometry(name)
@@ -180,7 +179,7 @@ def load_text_encoder(
 
 
 def encoder_folder(name: str) -> Path:
-    """Return the folder of the frozen encoder ``--text_encoder name``, downloaded from the hub if needed."""
+    """Return the folder of the frozen encoder ``--text_encoder name``. Downloads a missing encoder."""
     return _folder(name, FILES, TOKENIZER_FILES)
 
 
@@ -206,8 +205,7 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
 
 
 def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) -> None:
-    """Raise ValueError if the tokenizer's class is not in ``classes``, or one of its files is too large or no regular
-    file."""
+    """Raise ValueError if the tokenizer's class is not in ``classes``, or if a file is too large or not regular."""
     from opendit.common.json_models import read_file  # imports pydantic, so only when a file is read
     from opendit.encoders.schema import PRETRAINED
 
@@ -227,7 +225,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
-    """Return the folder of an encoder, downloaded if needed. files: required files. also: optional files."""
+    """Return an encoder's folder, downloaded if needed. files: required files. also: optional files."""
     if _is_folder(name):
         return Path(name).expanduser()
     repository, commit = HUB[name][:2] if name in HUB else pinned(name) or (name, None)

@@ -1,8 +1,8 @@
 """Convert pixels to latents and back, with an image VAE, or with no VAE at all (latents = pixels).
 
 An encoder computes moments: the mean and standard deviation of every latent value. A latent is mean + std * noise, then
-shifted and scaled to about unit variance. The caller supplies the noise. A codec is no ``nn.Module``, so a model's
-state can never contain one.
+shifted and scaled to about unit variance. The caller supplies the noise. A codec is no ``nn.Module``, so that a model's
+state can't contain one.
 """
 
 from abc import ABC, abstractmethod
@@ -31,8 +31,8 @@ from opendit.encoders.folder import (
     weight_shapes,
 )
 
-# Default number of pixels (of one channel) that the VAE processes at once: 32 pictures of 256x256. At this size,
-# encoding took 3.7 GiB and decoding 4.7 GiB in half precision. 64 pictures were not faster.
+# Default number of pixels in one channel that the VAE processes at once: 32 pictures of 256x256. In half precision,
+# encoding them took 3.7 GiB and decoding 4.7 GiB. 64 pictures were not faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
 TILE = 512  # side of a tile in pixels; tiles of larger pictures overlap by a quarter
 
@@ -44,12 +44,12 @@ PerChannel = float | Sequence[float]  # one number for all channels of a latent,
 
 @dataclass(frozen=True)
 class Tiles:
-    """A division of latents (B, C, ..., h, w) into overlapping tiles. The last tile in a row or column ends at the
-    border, so its overlap may be larger."""
+    """A division of latents (B, C, ..., h, w) into overlapping tiles. The last tile in a row or column may overlap
+    more, because it ends at the border."""
 
     sides: tuple[int, int]  # (h, w) of the latents
-    size: tuple[int, int]  # height and width of a tile, at most ``sides``
-    overlap: tuple[int, int]  # overlap of neighbours along height and width, in latent values; less than ``size``
+    size: tuple[int, int]  # a tile's height and width, at most ``sides``
+    overlap: tuple[int, int]  # neighbours' overlap along height and width, less than ``size``
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
@@ -66,16 +66,16 @@ class Tiles:
         return len(rows) * len(columns)
 
     def cut(self, latents: Tensor, scale: int = 1) -> Tensor:
-        """Cut latents (B, C, ..., h, w) into tiles (B * count, C, ..., *size). The tiles of one sample follow each
-        other, row by row. scale: pixels per latent value along a side, to cut pixels instead of latents."""
+        """Cut latents (B, C, ..., h, w) into tiles (B * count, C, ..., *size), sample by sample and row by row. scale:
+        pixels per latent value along a side, to cut pixels instead of latents."""
         rows, columns = ([scale * start for start in starts] for starts in self.starts)
         height, width = (scale * side for side in self.size)
         tiles = [latents[..., y : y + height, x : x + width] for y in rows for x in columns]
         return torch.stack(tiles, dim=1).flatten(0, 1)
 
     def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
-        """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32. A pixel is
-        the weighted mean of the tiles that contain the pixel; :func:`_ramp` gives the weights along each side."""
+        """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32. Where tiles
+        overlap, a pixel is their weighted mean; :func:`_ramp` gives the weights along a side."""
         (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
         tiles = tiles.unflatten(0, (-1, self.count))
         joined = torch.zeros(*tiles.shape[:1], *tiles.shape[2:-2], *sides, device=tiles.device)
@@ -94,8 +94,8 @@ class Tiles:
 
 
 def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device) -> Tensor:
-    """Return a tile's weights (length,) along one side. At an inner border, they rise to 1 over ``overlap`` values; at
-    the frame's border they are 1."""
+    """Return a tile's weights (length,) along one side. They rise to 1 over ``overlap`` values from an inner border,
+    and are 1 at the frame's border."""
     places = torch.arange(length, device=device) + 0.5
     up = (places / overlap).clamp(max=1) if start > 0 else torch.ones_like(places)
     down = ((length - places) / overlap).clamp(max=1) if start + length < side else torch.ones_like(places)
@@ -134,7 +134,7 @@ class Codec(ABC):
 
     name: str  # the value of ``--vae``
     latent_channels: int  # C of the latents
-    downscale: int  # number of pixels per latent value along a side
+    downscale: int  # pixels per latent value along a side
     # scaling_factor, shift_factor: see ``sample_moments``
     scaling_factor: PerChannel = 1.0
     shift_factor: PerChannel = 0.0
@@ -157,7 +157,7 @@ class Codec(ABC):
         """Decode latents (B, C, h, w) to pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
-        """Yield the result of :meth:`decode` in slices. A slice holds the samples that the codec processes at once."""
+        """Yield :meth:`decode`'s result in slices of as many samples as the codec processes at once."""
         yield self.decode(latents)
 
     def tiles(self, latents: Tensor) -> Tiles | None:
@@ -208,15 +208,14 @@ class PixelCodec(ImageCodec):
 
 
 class FrozenVAE(Codec):
-    """A frozen autoencoder, from this package or from diffusers. It runs without gradients, on a bounded number of
-    pixels at a time.
+    """A frozen autoencoder, from this package or from diffusers. It runs without gradients and in chunks.
 
     Args:
         name: the value of ``--vae``.
         device: device of the autoencoder. Inputs are moved there, and results stay there.
         dtype: dtype of the weights and activations on a GPU; a CPU always computes in fp32.
         chunk: number of samples to process at once; by default as many as PIXELS_AT_ONCE allows.
-        tiling: process large pictures in overlapping tiles with blended seams. Tiling saves memory, but changes the
+        tiling: process large pictures in overlapping tiles with blended seams. This saves memory, but changes the
             result slightly.
         compiled: compile the decoder, once for every frame size. Smaller batches are padded to the largest so far.
     """
@@ -238,22 +237,20 @@ class FrozenVAE(Codec):
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.scaling_factor, self.shift_factor = scale_and_shift(config | statistics_of(vae.state_dict()))
-        # The memory format stays contiguous, because channels_last was slower on an H200 in fp16: 555 instead of 728
-        # encoded pictures of 256x256 a second. Module.to replaces diffusers' ``to``, whose warning about fp32 layers is
-        # wrong here.
+        # Keep the contiguous memory format. With channels_last, an H200 encoded 555 instead of 728 pictures of 256x256
+        # a second in fp16. Module.to replaces diffusers' ``to``, which would warn about fp32 layers for no reason.
         self.vae: Any = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
         self._compiled = torch.compile(self.vae.decode, dynamic=False) if compiled else None
-        self._rows: dict[tuple[int, ...], int] = {}  # shape of a latent -> batch size for which the decoder is compiled
+        self._rows: dict[tuple[int, ...], int] = {}  # a latent's shape -> batch size of the compiled decoder
 
     @torch.no_grad()
     def moments(self, pixels: Tensor) -> Tensor:
         parts = []
         for part in pixels.split(self._samples_at_once(pixels.shape[-2] * pixels.shape[-1])):
             part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
-            # Continue in fp32. Taking exp() of a log variance in half precision would cost the standard deviation one
-            # digit of precision.
+            # Continue in fp32: exp() in half precision would cost the standard deviation one digit.
             found = self.vae.encode(part)
-            # Classes of diffusers wrap the tensor of moments.
+            # Classes of diffusers wrap the moments.
             found = found if isinstance(found, Tensor) else found.latent_dist.parameters
             mean, logvar = found.float().chunk(2, dim=1)
             parts.append(torch.cat((mean, torch.exp(0.5 * logvar.clamp(-30, 20))), dim=1))
@@ -272,7 +269,7 @@ class FrozenVAE(Codec):
 
     @torch.no_grad()
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
-        """Decode latents of pictures or tiles in slices, like :meth:`decode_in_slices`, but without tiles."""
+        """Yield the pixels of pictures or tiles, decoded in slices like :meth:`decode_in_slices` but without tiling."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -293,12 +290,12 @@ class FrozenVAE(Codec):
         return module_fingerprint(self.vae, f"{self.scaling_factor} {self.shift_factor}")
 
     def _samples_at_once(self, pixels: int) -> int:
-        """Return how many samples the VAE processes at once. pixels: number of pixels of one picture or frame."""
+        """Return the number of samples to process at once. pixels: number of pixels in one picture or frame."""
         return self.chunk or max(1, PIXELS_AT_ONCE // pixels)
 
 
 class VAECodec(FrozenVAE, ImageCodec):
-    """A picture VAE of one of IMAGE_CLASSES. ``chunk`` counts pictures."""
+    """A picture VAE, one of IMAGE_CLASSES. ``chunk`` counts pictures."""
 
     def __init__(self, vae: Any, **settings: Any):
         super().__init__(vae, **settings)
@@ -319,7 +316,7 @@ class VAECodec(FrozenVAE, ImageCodec):
 
 
 def square_tiles(sides: tuple[int, int], pixels: int, downscale: int) -> Tiles | None:
-    """Return square tiles of ``pixels`` pixels a side that overlap by a quarter. sides: (h, w) of the latents."""
+    """Return square tiles that overlap by a quarter. sides: (h, w) of the latents. pixels: a tile's side in pixels."""
     size = max(pixels // downscale, 4)  # at least 4, so that the overlap is at least one latent value
     return tiles_of(sides, (size, size), (size // 4, size // 4))
 
@@ -333,7 +330,7 @@ def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
 
 
 def _bytes_of(weight: Tensor) -> Iterator[bytes]:
-    """Copy a weight and yield its bytes. A generator delays the copy, because memory may not hold all copies."""
+    """Yield a weight's bytes. The copy is made only when it is needed, because memory may not hold all copies."""
     yield weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
@@ -347,8 +344,8 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
-    """Return (scaling, shift) for ``sample_moments``. The configuration has either the numbers scaling_factor and
-    shift_factor, or the lists latents_mean and latents_std."""
+    """Return (scaling, shift) for ``sample_moments``. The configuration has either scaling_factor and shift_factor, or
+    the lists latents_mean and latents_std."""
     scaling = config.get("scaling_factor")
     scaling = 1.0 if scaling is None else float(scaling)
     mean, std = config.get("latents_mean"), config.get("latents_std")
@@ -361,7 +358,7 @@ def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
 
 
 class OneFrame(nn.Module):
-    """Wrapper of a video autoencoder that encodes pictures as clips of one frame (Qwen-Image)."""
+    """Wrapper for a video autoencoder (Qwen-Image) that encodes a picture as a clip of one frame."""
 
     def __init__(self, vae: Any):
         super().__init__()
@@ -375,13 +372,13 @@ class OneFrame(nn.Module):
 
 
 class Packed(nn.Module):
-    """Wrapper of FLUX.2's autoencoder that packs each 2 x 2 latent values into the channels of one position. The codec
+    """Wrapper for FLUX.2's autoencoder that packs 2 x 2 latent values into the channels of one position. The codec
     normalises packed latents with the autoencoder's batch norm statistics."""
 
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        # Remove patch_size: other code would read it as pixels, but here it counts packed latents.
+        # Remove patch_size: it counts latent values here, but other code would take it for pixels.
         about = {"_class_name": type(vae).__name__, "patch_size": None}
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers
@@ -394,7 +391,7 @@ class Packed(nn.Module):
 
 
 def of_batch_norm(mean: Tensor, variance: Tensor, eps: float) -> dict[str, Any]:
-    """Convert a batch norm's statistics (C,) to a codec's settings for normalising latents."""
+    """Return a codec's settings that normalise latents by a batch norm's statistics (C,)."""
     return {"scaling_factor": None, "latents_mean": mean.tolist(), "latents_std": (variance + eps).sqrt().tolist()}
 
 
@@ -419,7 +416,7 @@ KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
 
 
 def one_frame_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """Return what :func:`picture_geometry` returns, for ``AutoencoderKLWan`` and ``AutoencoderKLQwenImage``."""
+    """Return the sizes in :func:`picture_geometry` for ``AutoencoderKLWan`` and ``AutoencoderKLQwenImage``."""
     return config["z_dim"], 2 ** (len(config["dim_mult"]) - 1) * (config.get("patch_size") or 1)
 
 
@@ -438,9 +435,9 @@ ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
 
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
-    """Load the autoencoder of ``--vae name``. Stable Diffusion's autoencoder is loaded as this package's
-    ``AutoencoderKL``, unless ``own`` is False. Other autoencoders need diffusers, and importing it takes seconds.
-    classes: accepted classes of diffusers. Raises FileNotFoundError or ValueError, with the flag and the fix."""
+    """Load the autoencoder of ``--vae name``. Stable Diffusion's is loaded as this package's ``AutoencoderKL``, unless
+    ``own`` is False. Others need diffusers, which takes seconds to import. classes: accepted classes of diffusers.
+    Raises FileNotFoundError or ValueError, with the flag and the fix."""
     folder = vae_folder(name)
     class_name, config = read_vae_config(str(folder), classes)
     try:
@@ -487,18 +484,18 @@ def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
     return vae
 
 
-# Class -> names of two weights: the latents' mean, and their standard deviation or variance.
+# Class -> names of two weights: the latents' mean, and the standard deviation or variance.
 STATISTICS = {FLUX2: ("bn.running_mean", "bn.running_var"), "AutoencoderKLLTXVideo": ("latents_mean", "latents_std")}
 
 
 def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return latents_mean and latents_std as far as a VAE's weights contain them."""
+    """Return latents_mean and latents_std if they are in a VAE's weights."""
     return {key: weights[key].tolist() for key in ("latents_mean", "latents_std") if key in weights}
 
 
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
-    """Return (class, configuration) of the VAE in a folder. Raises FileNotFoundError, or ValueError, for example if the
-    class is not one of ``classes``."""
+    """Return (class, configuration) of the VAE in a folder. Raises FileNotFoundError, or ValueError if the
+    configuration is invalid or the class is not in ``classes``."""
     from opendit.common.json_models import read_file  # imports pydantic, so only when a file is read
     from opendit.encoders.schema import VAE
 
@@ -529,7 +526,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
 
 
 def _stored_statistics(folder: Path, class_name: str, config: dict[str, Any]) -> dict[str, list[float]]:
-    """Return latents_mean and latents_std, computed from the statistics that a VAE's weights contain."""
+    """Read latents_mean and latents_std, or the batch norm statistics that give them, from a VAE's weights."""
     found: dict[str, Tensor] = {}
     for path in weight_files(folder, STEM):
         with open_safetensors(path) as file:
@@ -549,7 +546,7 @@ def _needs() -> str:
 
 
 def vae_folder(name: str) -> Path:
-    """Return the folder of ``--vae name``; for a VAE on the hub, one in the local cache, downloaded if missing."""
+    """Return the folder of ``--vae name``. A VAE from the hub is read from the local cache, or downloaded."""
     if name not in HUB:
         return Path(name).expanduser()
     repository, commit = HUB[name]
@@ -558,7 +555,7 @@ def vae_folder(name: str) -> Path:
 
 def codec_geometry(name: str, channels: int) -> tuple[int, int]:
     """Return (latent channels, pixels per latent value along a side) of ``--vae name`` without reading its weights.
-    channels: channels of the pixels, for ``none``. Raises as :func:`load_codec`."""
+    channels: the pixels' channels, for ``none``. Raises as :func:`load_codec`."""
     if name == "none":
         return channels, 1
     if name in HUB:
@@ -580,7 +577,7 @@ def load_codec(
     """Load the codec of ``--vae name``.
 
     name: "none" (the latents are the pixels), "ema" or "mse" (Stable Diffusion's fine-tuned VAEs), or a folder with a
-    VAE in diffusers' format. channels: channels of the pixels, for "none". Other arguments: see :class:`FrozenVAE`.
+    VAE in diffusers' format. channels: the pixels' channels, for "none". Other arguments: see :class:`FrozenVAE`.
     Raises FileNotFoundError or ValueError, naming the flag and the fix, if the VAE is missing or invalid."""
     if name == "none":
         return PixelCodec(channels)

@@ -1,8 +1,8 @@
 """Convert clips to latents and back, with a picture codec per frame or a video autoencoder (CogVideoX, LTX, Wan).
 
 Video autoencoders come from diffusers. Pixels are (B, 1 or 3, T, H, W) in [-1, 1], latents (B, C, t, h, w). A video
-autoencoder is causal: the first frame becomes one latent frame, and so does each following group of
-``temporal_downscale`` frames. A picture is a clip of one frame.
+autoencoder encodes the first frame to one latent frame, and each following group of ``temporal_downscale`` frames to
+another. A picture is a clip of one frame.
 """
 
 from abc import abstractmethod
@@ -32,15 +32,15 @@ from opendit.encoders.vae import (
     square_tiles,
 )
 
-# Frames of more than TILED_ABOVE pixels are processed in overlapping tiles with blended seams, so the result is not
-# exact. TILE is the side of the decoder's tiles in pixels. The encoder uses diffusers' tiles.
+# Frames of more than TILED_ABOVE pixels are processed in overlapping tiles with blended seams, which is not exact.
+# TILE is the side of the decoder's tiles in pixels. The encoder uses diffusers' tiles.
 TILED_ABOVE = 768 * 768
 TILE = 256
 
 
 def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -> int:
-    """Return the latent frames of a clip with ``frames`` frames. Raises ValueError if a clip of this length can't be
-    encoded; the message gives the nearest valid numbers."""
+    """Return the latent frames of a clip with ``frames`` frames. Raises ValueError for a length that can't be encoded.
+    The message gives the nearest valid lengths."""
     if frames >= 1 and (frames - 1) % temporal_downscale == 0:
         return (frames - 1) // temporal_downscale + 1
     below = max(1, frames - (frames - 1) % temporal_downscale)
@@ -51,8 +51,7 @@ def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -
 
 
 class VideoCodec(Codec):
-    """A codec of clips. temporal_downscale: number of frames per latent frame. The first latent frame is always one
-    frame."""
+    """A codec of clips. temporal_downscale: frames per latent frame. The first latent frame always holds one frame."""
 
     temporal_downscale: int = 1
 
@@ -72,7 +71,7 @@ class VideoCodec(Codec):
 
 
 class FrameCodec(VideoCodec):
-    """A picture codec applied to every frame. The picture codec bounds how many frames it processes at once."""
+    """A picture codec applied to every frame."""
 
     def __init__(self, codec: ImageCodec):
         self.codec, self.name = codec, codec.name
@@ -105,8 +104,8 @@ def _clips(frames: Tensor, batch: int) -> Tensor:
 
 
 class VideoVAECodec(FrozenVAE, VideoCodec):
-    """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default. The autoencoder processes a few
-    frames at a time and caches what later frames need, so longer clips need no more memory for activations."""
+    """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default. A few frames are processed at a
+    time, so longer clips need no more memory for activations."""
 
     def __init__(self, vae: Any, *, chunk: int | None = None, **settings: Any):
         super().__init__(vae, chunk=chunk or 1, **settings)
@@ -114,7 +113,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         self.latent_channels, self.downscale, self.temporal_downscale = VIDEO_CLASSES[type(vae).__name__](vae.config)
 
     def moments(self, pixels: Tensor) -> Tensor:
-        # Check the size, because the classes of diffusers would silently drop excess frames.
+        # diffusers' classes would silently drop excess frames.
         _, *expected = self.latent_shape(*pixels.shape[2:])
         tiled = self._tiled(pixels.shape[-2] * pixels.shape[-1])
         self.vae.enable_tiling() if tiled else self.vae.disable_tiling()
@@ -131,8 +130,8 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
         self.vae.disable_tiling()
-        # CogVideoX decodes two latent frames at a time. If the number of latent frames is even, it decodes the first
-        # one to temporal_downscale frames, and only the last of these is valid. So drop the excess frames at the start.
+        # CogVideoX decodes two latent frames at a time. If their number is even, the first becomes temporal_downscale
+        # frames, of which only the last is valid. So drop the excess frames at the start.
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
@@ -171,7 +170,7 @@ def _ltx_geometry(config: dict[str, Any]) -> tuple[int, int, int]:
     return config["latent_channels"], sides, int(frames)
 
 
-# Class of diffusers -> function from the configuration to (latent channels, pixels per latent value along a side,
+# Class of diffusers -> function from its configuration to (latent channels, pixels per latent value along a side,
 # frames per latent frame).
 VIDEO_CLASSES: dict[str, Geometry] = {
     "AutoencoderKLCogVideoX": _cogvideox_geometry,
@@ -186,7 +185,7 @@ def class_of(name: str) -> str | None:
 
 
 def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
-    """Return (class, configuration) if ``--vae name`` is a video autoencoder, None if it is a picture codec."""
+    """Return (class, configuration) of the video autoencoder ``--vae name``; None for a picture codec."""
     if (found := class_of(name)) not in VIDEO_CLASSES:
         return None
     return found, read_vae_config(name, VIDEO_CLASSES)[1]
@@ -194,7 +193,7 @@ def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
 
 def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
     """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name`` without
-    reading its weights. channels: channels of the pixels, for ``none``. Raises as :func:`load_video_codec`."""
+    reading its weights. channels: the pixels' channels, for ``none``. Raises as :func:`load_video_codec`."""
     video = _video_vae(name)
     if video is None:
         return (*codec_geometry(name, channels), 1)
@@ -214,14 +213,14 @@ def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
 def load_video_codec(
     name: str, *, channels: int, device: torch.device | str, compiled: bool = False, **settings: Any
 ) -> VideoCodec:
-    """Load the codec of ``--vae name`` for clips. A folder with one of VIDEO_CLASSES gives a video autoencoder. Any
-    other name for ``load_codec`` gives a picture codec, applied to every frame.
+    """Load the codec of ``--vae name`` for clips: a video autoencoder if the folder's class is in VIDEO_CLASSES,
+    otherwise a picture codec for every frame.
 
-    compiled: only a picture codec can be compiled. settings: dtype, chunk and tiling, see ``load_codec``. chunk counts
-    frames (picture codec) or clips (video autoencoder). tiling: a video autoencoder uses tiles for all frames larger
-    than a tile; otherwise only above TILED_ABOVE pixels. Raises as :func:`load_codec`."""
+    compiled: for picture codecs only. settings: dtype, chunk and tiling, see ``load_codec``. chunk counts frames for a
+    picture codec and clips for a video autoencoder. tiling: if False, a video autoencoder uses tiles only for frames
+    above TILED_ABOVE pixels. Raises as :func:`load_codec`."""
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
-    if compiled:  # not possible: the cache of earlier frames would make torch.compile recompile for every frame
+    if compiled:  # not possible: torch.compile would recompile for every frame, because of the cache of earlier frames
         raise ValueError(f"--vae_compile: --vae {name} is an {video[0]}, and only pictures' are compiled; leave it out")
     return VideoVAECodec(load_vae(name, VIDEO_CLASSES), name=name, device=device, **settings)

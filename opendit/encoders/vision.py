@@ -21,13 +21,13 @@ from opendit.encoders.text import STEM
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.auxiliary import Alignment, without_mean
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # colour statistics of ImageNet, used if the folder has none
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's colour statistics, if the folder has none
 NEEDS = "give the folder of a vision transformer of transformers, such as DINOv2's"
 
 
 def vision_config(folder: str) -> Any:
-    """Return the configuration of the vision encoder in ``folder``, as an object of ``transformers``. Raises ValueError
-    if there is none, or it has no hidden_size or patch_size."""
+    """Return the vision encoder's configuration, as an object of ``transformers``. Raises ValueError if there is none,
+    or if it lacks hidden_size or patch_size."""
     import transformers
 
     with loading(f"--repa {folder}: the vision encoder", f"; {NEEDS}"):
@@ -38,10 +38,10 @@ def vision_config(folder: str) -> Any:
 
 
 class VisionTeacher:
-    """Computes features of clean pictures, one vector for each token of a model, with the encoder in ``folder``.
+    """Computes features of clean pictures, one vector per token of the model, with the encoder in ``folder``.
 
-    grid: numbers (H, W) of the model's tokens. Pictures are resized so that the encoder has one patch per token.
-    weight: weight of the alignment term in the loss. spatial: apply iREPA's normalisation to the features."""
+    grid: the model's token rows and columns. Pictures are resized so that the encoder has one patch per token. weight:
+    weight of the alignment term in the loss. spatial: apply iREPA's normalisation to the features."""
 
     name: str
     grid: tuple[int, ...]
@@ -85,23 +85,23 @@ class VisionTeacher:
         return tokens[:, tokens.shape[1] - count :].float()  # class and register tokens come first
 
     def alignment(self, pixels: Tensor) -> Alignment:
-        """Return the features of pictures (B, 1 or 3, H, W) in [-1, 1], as the target of an alignment term."""
+        """Return an alignment term's target for pictures (B, 1 or 3, H, W) in [-1, 1]."""
         return alignment_with(self.features(pixels), self._weight, self._spatial)
 
 
 class CachedTeacher:
-    """Replaces :class:`VisionTeacher` if the features are cached with the latents. weight, spatial: see there."""
+    """Replaces :class:`VisionTeacher` if the features are cached with the latents."""
 
     def __init__(self, weight: float, spatial: bool):
         self._weight, self._spatial = weight, spatial
 
     def alignment(self, features: Tensor) -> Alignment:
-        """Return features (B, N, width) of any floating dtype as the target of an alignment term."""
+        """Return an alignment term's target for features (B, N, width) of any floating dtype."""
         return alignment_with(features.float(), self._weight, self._spatial)
 
 
 def alignment_with(features: Tensor, weight: float, spatial: bool) -> Alignment:
-    """Return features (B, N, width) fp32 as the target of an alignment term. weight, spatial: see VisionTeacher."""
+    """Return an alignment term's target for features (B, N, width) fp32. weight, spatial: see VisionTeacher."""
     return Alignment(without_mean(features) if spatial else features, weight)
 
 
@@ -109,7 +109,7 @@ ENCODER, PROCESSOR, CLASS = "image_encoder", "image_processor", "CLIPVisionModel
 
 
 class PictureTokens:
-    """Encodes pictures to CLIP's tokens in fp32, with the image encoder of a pipeline's folder. width: width of the
+    """Encodes pictures to CLIP's tokens in fp32, with the image encoder in a pipeline's folder. width: width of the
     tokens that the network takes.
 
     Raises FileNotFoundError or ValueError if a file is missing, or the encoder's class or width is wrong."""

@@ -1,1 +1,1 @@
-"""Measure the quality of samples by FID and similar metrics, and record all settings that affect each value."""
+"""Measure the quality of samples by FID and similar metrics, and record the settings behind each value."""

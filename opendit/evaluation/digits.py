@@ -18,25 +18,27 @@ from opendit.common.utils import hash_parts
 from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, SIZE, SPLITS, digits_split, parse_caption, render
 from opendit.evaluation.media import Media, array_media
 
-VERSION = "1"  # code version; increase it if the features change although the constants below do not
-WIDTH = 16  # feature width; small, because covariances of wide features need more than the 359 held-out digits
+VERSION = "1"  # increase this if the code changes the features but no constant below changes
+WIDTH = 16  # width of the features; a larger covariance would need more than the 359 held-out digits
 HIDDEN, EPOCHS, BATCH, RATE = 256, 60, 128, 1e-2
-# SHIFT: largest random shift in half widths. NOISE: standard deviation for pixel values in -1..1. Label smoothing.
+# SHIFT: largest random shift in half widths. NOISE: standard deviation for pixels in -1..1. SMOOTHING: of labels.
 SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05
 COPY_QUANTILE = 0.01  # a sample is a copy if its distance to a training digit is below this quantile
 
 # Constants of moving digits:
-FILE_FRAMES, FILE_SIZE = 48, 64  # frames, and side in pixels, of the demo's clips
+FILE_FRAMES, FILE_SIZE = 48, 64  # frames and side in pixels of the demo's clips
 HELD_OUT = 400  # number of clips, made from the 359 held-out digits
-# Features contain PLACES points (x, y) of the path, in frame widths times PATH_SCALE.
+# A clip's features contain the digit's position (x, y) in PLACES frames, in frame widths times PATH_SCALE.
 PLACES, PATH_SCALE = 4, 10.0
 SEEDS = {"train": 1, "test": 2}
 
 
 @dataclass(frozen=True)
 class DigitClassifier:
-    """A classifier of digits, in float64. hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH). head: features
-    -> logits (B, 10). images: pixels of the training digits (N, 64) in -1..1."""
+    """A classifier of digits, in float64.
+
+    hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH). head: features -> logits (B, 10). images: the training
+    digits' pixels (N, 64) in -1..1."""
 
     hidden: nn.Module
     head: nn.Module
@@ -44,8 +46,8 @@ class DigitClassifier:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Classify float64 pixels (B, 1, 8, 8) in -1..1. Return "pool" (B, WIDTH), the logits "digit" (B, 10), and
-        "nearest" (B, 1), the distance to the nearest training digit."""
+        """Classify float64 pixels (B, 1, 8, 8) in -1..1. Return features "pool" (B, WIDTH), logits "digit" (B, 10), and
+        the distance "nearest" (B, 1) to the nearest training digit."""
         hidden, head = self.hidden.to(pixels.device), self.head.to(pixels.device)
         images = self.images.to(pixels.device)
         pool = hidden(pixels)
@@ -54,8 +56,7 @@ class DigitClassifier:
 
 
 def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
-    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and labels (N,), with small random shifts and noise. Equal
-    digits give equal classifiers, up to rounding."""
+    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and labels (N,), with small random shifts and noise."""
     x, y, generator = images.double(), labels, torch.Generator().manual_seed(0)
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -84,7 +85,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
                     [batch, 1, SIZE, SIZE],
                     align_corners=False,
                 )
-                # grid_sample pads with 0, but the background is -1. So shift the pixels by 1 before, and back after.
+                # Shift the pixels by 1 before and after, because grid_sample pads with 0 but the background is -1.
                 pixels = F.grid_sample(x[rows] + 1, moved, align_corners=False) - 1
                 pixels = pixels + NOISE * torch.randn(pixels.shape, generator=generator, dtype=torch.float64)
                 loss = F.cross_entropy(head(hidden(pixels)), y[rows], label_smoothing=SMOOTHING)
@@ -99,7 +100,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread inside the context, because several are slower for such small matrices."""
+    """Limit torch to one thread, because several threads are slower for such small matrices."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -109,14 +110,14 @@ def _one_thread() -> Iterator[None]:
 
 
 @functools.cache
-@torch.inference_mode(False)  # the first call trains the classifier, and the caller may be in inference mode
+@torch.inference_mode(False)  # the caller may be in inference mode, but the first call trains the classifier
 def picture_classifier() -> DigitClassifier:
     """Return the classifier of the built-in training digits. The first call trains it."""
     return train_classifier(*digits_split("train"))
 
 
 def picture_features(pixels: Tensor) -> dict[str, Tensor]:
-    """Convert uint8 pictures (B, 3, H, W) to grey 8 x 8 pixels, and return :class:`DigitClassifier`'s features."""
+    """Return :class:`DigitClassifier`'s features of uint8 pictures (B, 3, H, W), reduced to grey 8 x 8 pixels."""
     grey = pixels.double().mean(dim=1, keepdim=True) / 127.5 - 1
     if grey.shape[2:] != (SIZE, SIZE):
         grey = F.interpolate(grey, (SIZE, SIZE), mode="bilinear", antialias=True)
@@ -125,7 +126,7 @@ def picture_features(pixels: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def digits_sha256(kind: str) -> str:
-    """Hash all data and constants that determine the features. kind: "pictures" or "clips"."""
+    """Hash the data and constants that determine the features. kind: "pictures" or "clips"."""
     data = [part.numpy().tobytes() for split in SPLITS for part in digits_split(split)]
     constants = WIDTH, HIDDEN, EPOCHS, BATCH, RATE, SHIFT, NOISE, SMOOTHING
     return hash_parts("digits", kind, VERSION, str(constants), *data)
@@ -133,14 +134,14 @@ def digits_sha256(kind: str) -> str:
 
 @dataclass(frozen=True)
 class RealDigits:
-    """Real samples, with the digits and directions in them."""
+    """Real samples, and their digits and directions."""
 
     media: Media
     asked: "AskedDigits"
 
 
 def real_pictures(split: str, count: int | None = None) -> RealDigits:
-    """Return the digits of a split as uint8 pictures (8, 8, 3); a fixed random choice if it has more than ``count``."""
+    """Return the digits of a split as uint8 pictures (8, 8, 3), at most ``count`` by a fixed random choice."""
     images, labels = digits_split(split)
     if count is not None and count < len(images):
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
@@ -164,7 +165,7 @@ class AskedDigits:
 
 
 def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | None:
-    """Return the digits that class labels request; None for None, no labels, or labels other than 0 to 9."""
+    """Return the digits that class labels request; None without labels, or for a label other than 0 to 9."""
     found = torch.as_tensor(np.asarray([] if labels is None else labels))
     if not len(found) or found.is_floating_point() or found.ndim != 1 or found.min() < 0 or found.max() > 9:
         return None
@@ -172,8 +173,8 @@ def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | 
 
 
 def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
-    """Return the digits that captions such as "a seven" or "a seven moving left" request. Return None without captions,
-    or if one has another form."""
+    """Return the digits that captions such as "a seven" or "a seven moving left" request; None without captions, or for
+    a caption of another form."""
     try:
         found = [parse_caption(text) for text in captions or ()]
         directions = torch.tensor([DIRECTIONS[direction] for _, direction in found], dtype=torch.float64)
@@ -186,14 +187,15 @@ def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
 
 
 def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
-    """Return (N,) bool: True if a sample's largest logit, of (N, 10), belongs to the requested digit."""
+    """Return (N,) bool: True if the largest of a sample's 10 logits belongs to the requested digit."""
     return logits.argmax(dim=1).cpu() == asked.digits
 
 
 def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
-    """Return the share of samples that are copies of training digits. nearest: (N, 1) distances of samples to the
-    nearest training digit. held_out: (M, 1) distances of held-out digits. A copy's distance is below the held-out
-    digits' quantile COPY_QUANTILE."""
+    """Return the share of samples that are copies of training digits. A copy is closer to a training digit than nearly
+    all held-out digits are (the quantile COPY_QUANTILE). nearest: the samples' distances (N, 1) to the nearest training
+    digit.
+    held_out: the held-out digits' distances (M, 1)."""
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
 
@@ -209,10 +211,10 @@ class ClipShape:
 
 @functools.cache
 def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDigits:
-    """Render uint8 clips (T, H, W, 3) of a split's digits in motion. The four directions take turns.
+    """Render uint8 clips (T, H, W, 3) of a split's moving digits. The four directions take turns.
 
-    count: number of clips; by default, HELD_OUT for the held-out split, and one for every training digit. Raises
-    ValueError if the clips would be longer than FILE_FRAMES.
+    count: number of clips; by default HELD_OUT for the held-out split, else one per training digit. Raises ValueError
+    if the clips would be longer than FILE_FRAMES.
     """
     span = (shape.frames - 1) * shape.interval + 1
     if span > FILE_FRAMES:
@@ -238,7 +240,7 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
 
 
 @functools.cache
-@torch.inference_mode(False)  # the first call trains the classifier, and the caller may be in inference mode
+@torch.inference_mode(False)  # the caller may be in inference mode, but the first call trains the classifier
 def clip_classifier(shape: ClipShape) -> DigitClassifier:
     """Return a classifier of digits cut out of training clips. The first call trains it."""
     real = real_clips("train", shape)
@@ -247,7 +249,7 @@ def clip_classifier(shape: ClipShape) -> DigitClassifier:
 
 
 def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
-    """Compute features of uint8 clips (B, 3, T, H, W). "pool" joins the classifier's features and the digit's centre in
+    """Compute features of uint8 clips (B, 3, T, H, W). "pool" is the classifier's "pool" and the digit's position in
     PLACES frames. "moved" (B, 2) is the digit's displacement (x, y) in frame widths. "digit" and "nearest" are as in
     :class:`DigitClassifier`."""
     grey = _grey(pixels)
@@ -273,8 +275,8 @@ def centres(clips: Tensor) -> Tensor:
 
 
 def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
-    """Return each clip's digit, (B, 1, 8, 8) in -1..1. clips: (B, T, H, W) in 0..1. path: centres of mass, (B, T, 2).
-    Frames are shifted so that the centre is in the middle, and averaged."""
+    """Return each clip's digit, (B, 1, 8, 8) in -1..1, as the mean of frames shifted by their centres of mass. clips:
+    (B, T, H, W) in 0..1. path: the centres, (B, T, 2)."""
     height, width = clips.shape[2:]
     half = max(1, int(width * 0.4))
     padded = F.pad(clips, (half, half, half, half))
@@ -292,8 +294,8 @@ def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
 
 
 def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
-    """Return (N,) bool: True if a sample moved as requested. moved: displacements (N, 2) in frame widths. The part
-    along the requested direction must be larger than the part across, and larger than 0.05."""
+    """Return (N,) bool: True if a sample moved as requested. moved: displacements (N, 2) in frame widths. The
+    displacement along the requested direction must be above 0.05, and larger than the displacement across."""
     moved, wanted = moved.double().cpu(), asked.directions
     assert wanted is not None
     along, across = (moved * wanted).sum(dim=1), (moved * wanted.flip(1)).sum(dim=1).abs()

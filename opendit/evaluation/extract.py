@@ -1,7 +1,7 @@
 """Compute features of samples with one or more networks, divided between ranks, with a cache on disk.
 
-Only features are written, to OUTPUT/features/HASH. HASH covers every setting that affects the features.
-Stored features are used again after a kill, or by another evaluation of these samples."""
+Features are stored in OUTPUT/features/HASH, where HASH covers every setting that affects them. After an interruption,
+or in another evaluation of these samples, the stored features are read."""
 
 import logging
 import math
@@ -42,10 +42,10 @@ class Extractor:
     """Applies all networks of an evaluation to pixels.
 
     Args:
-        pictures: network for pictures or single frames. For frames, only its feature "pool" is used; for pictures, also
-            "spatial", "logits" and so on.
-        clips: network for clips. It returns "clip", and for moving digits also "digit", "nearest" and "moved".
-        captions: CLIP, for the CLIP score. It returns "caption".
+            pictures: network for pictures or frames. Of its features for frames, only "pool" is used.
+            clips: network for clips, with the feature "clip", or "digit", "nearest" and "moved" for moving digits.
+            captions: CLIP, with the feature "caption", for the CLIP score.
+            motion: add "motion", the :func:`motion_score` of clips.
         motion: also return "motion", the :func:`motion_score` of clips.
         batch_size: number of pictures or frames that a network processes at a time.
     """
@@ -69,7 +69,7 @@ class Extractor:
         return {**settings, "motion": "on" if self.motion else "off"}
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
-        """Return the shapes of one sample's features. shape: of the sample, (H, W, 3) or (T, H, W, 3)."""
+        """Return the shapes of one sample's features. shape: the sample's shape, (H, W, 3) or (T, H, W, 3)."""
         found = self(torch.zeros(1, *shape, dtype=torch.uint8))
         return {name: tuple(features.shape[1:]) for name, features in found.items()}
 
@@ -111,8 +111,8 @@ def motion_score(clips: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """Features (N, ...) float32 of ``count`` samples, on the CPU. ``arrays`` is empty on ranks other than 0. seconds:
-    computing time. computed: number of samples without cached features."""
+    """The samples' features (N, ...) float32 on the CPU. ``arrays`` is empty on ranks other than 0. seconds: computing
+    time. computed: number of samples without cached features."""
 
     count: int
     arrays: dict[str, Tensor]
@@ -170,8 +170,8 @@ def drawn_by(settings: dict[str, str]) -> dict[str, str]:
 
 
 class _FiniteLatents:
-    """Raises ValueError for latents that are not finite, because uint8 pixels would hide a NaN. A batch is checked
-    after the launch of the next one, so that the device does not wait for the host."""
+    """Raises ValueError for latents that are not finite, because uint8 pixels would hide a NaN. Each batch is checked
+    after the next one is launched, so that the device does not wait for the host."""
 
     def __init__(self):
         self._waiting: deque[tuple[Tensor, Tensor]] = deque()
@@ -190,7 +190,7 @@ class _FiniteLatents:
 
 
 def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iterator[tuple[range, np.ndarray]]:
-    """Yield (batch, pixels) for every batch, in order, and read up to AHEAD more batches in the background."""
+    """Yield (batch, pixels) for all batches in order. Up to AHEAD more batches are read in the background."""
     with ThreadPoolExecutor(AHEAD) as readers:
         waiting: deque[tuple[range, Future[Any]]] = deque()
         try:
@@ -208,7 +208,7 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
 
 
 class _Store:
-    """Cache of features on disk. ``missing`` lists the parts that still have to be computed."""
+    """Cache of features on disk. ``missing`` lists the cache files that still have to be computed."""
 
     def __init__(self, output: Path, settings: dict[str, str], count: int, batch_size: int, layout: Layout, mesh: Mesh):
         self.layout, self.mesh, self._output = layout, mesh, output
@@ -253,7 +253,7 @@ class _Store:
         return job, list(range(parts.count)) if missing is None else missing
 
     def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
-        """Call ``fill(sink)`` to deliver the missing samples' pixels to the sink. Then read all features."""
+        """Call ``fill(sink)``, which delivers the missing samples' pixels to the sink. Then read all features."""
         begun = time.monotonic()
         if self.missing:
             sink = Sink(CacheWriter(self.parts, self.missing), extractor)
@@ -275,24 +275,25 @@ class _Store:
 class Sink:
     """Receives pixels, computes their features and writes the features into the cache.
 
-    On a GPU, the networks have a separate stream, parallel to drawing. The host waits for a batch's features only after
-    it has launched the next batch."""
+    On a GPU, the networks run on a separate stream while samples are drawn. The host waits for a batch's features only
+    after the next batch is launched."""
 
     def __init__(self, assembly: CacheWriter, extractor: Extractor):
         self._assembly, self._extractor = assembly, extractor
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
         if self._stream is not None:
-            # The current stream has loaded the networks, so this stream must wait for it.
+            # The networks were loaded on the current stream, so wait for it.
             self._stream.wait_stream(torch.cuda.current_stream(extractor.device))
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        """Compute the features of the samples ``index`` (B,). The caller may overwrite the uint8 pixels afterwards."""
+        """Compute the features of the samples ``index`` (B,). Afterwards, the caller may overwrite ``pixels``
+        (uint8)."""
         numbers = index.tolist()
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # The host waits for this copy and earlier features, but not for the stream that draws samples.
+            # Wait for this copy and earlier features, but not for the stream that draws samples.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:
@@ -303,7 +304,7 @@ class Sink:
         self.flush(waiting=1)
 
     def flush(self, waiting: int = 0) -> None:
-        """Write the features of all delivered batches but the last ``waiting`` ones."""
+        """Write the features of all delivered batches except the last ``waiting`` ones."""
         while len(self._waiting) > waiting:
             numbers, rows, done = self._waiting.popleft()
             if done is not None:

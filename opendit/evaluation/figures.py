@@ -26,7 +26,7 @@ from opendit.training.fingerprint import code
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-REAL = 1_000  # maximum number of training digits to compare with the samples
+REAL = 1_000  # maximum number of training digits to compare samples with
 _WITHOUT = {
     "pool": "there is no network of pictures (--features)",
     "spatial": "there are no spatial features: this network has none, or these are clips",
@@ -38,7 +38,7 @@ _WITHOUT = {
     "moved": "it needs --features digits, and clips whose directions are known by their captions",
     "nearest": "it needs --features digits",
 }
-# Features -> the extractor's network that computes them. Features of digits come from either network.
+# Features -> the network in the extractor that computes them. "digit" and similar features come from either network.
 _NETWORKS = {"pool": "pictures", "spatial": "pictures", "logits": "pictures"}
 _NETWORKS |= {"clip": "clips", "caption": "captions", "motion": None}
 
@@ -58,11 +58,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class RealSamples:
-    """Features of real digits, to compare with the samples.
+    """Features of real digits, to compare the samples with.
 
     Attributes:
-        train: features of training digits, as many as there are samples, at most REAL.
-        asked: the held-out samples' digits, and for clips their directions.
+        train: features of min(REAL, number of samples) training digits.
+        asked: the digits, and for clips the directions, in the held-out samples.
         reference: True if the held-out digits are also the reference.
     """
 
@@ -77,12 +77,12 @@ class MetricInputs:
     """The inputs of all metrics.
 
     Attributes:
-        features: features of the samples, name -> (N, ...).
-        inception: True if "pool" comes from the Inception network that defines FID.
-        intervals: True to compute jackknife intervals.
-        scores: each sample's CLIP score, (N,).
-        truncated: number of captions that CLIP truncates.
-        asked, real: digits that the samples should show, and real digits; only with --features digits.
+            features: name -> the samples' features (N, ...).
+            inception: True if "pool" comes from the Inception network that defines FID.
+            intervals: True to compute jackknife intervals.
+            scores: each sample's CLIP score, (N,).
+            truncated: number of captions that CLIP truncates.
+            asked, real: requested digits, and real digits; only with --features digits.
     """
 
     features: dict[str, Tensor]
@@ -110,7 +110,7 @@ def _rows(features: Tensor, device: torch.device) -> Tensor:
 
 
 def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None:
-    """Raise ValueError if the samples lack the features for a requested metric, or have no features at all."""
+    """Raise ValueError if the samples have no features, or lack the features for a requested metric."""
     for name in asked:
         if (problem := _without(name, layout, captions)) is not None:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
@@ -121,8 +121,9 @@ def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None
 def plan(
     asked: Sequence[str], layout: Layout, reference: Reference | None, captions: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the metrics to compute, and a message for each metric that has features but is left out. If ``asked`` is
-    empty, compute all that is possible. Otherwise, raises ValueError if a requested metric is impossible."""
+    """Return the metrics to compute, and messages about metrics that have features but can't be computed. If ``asked``
+    is empty, the metrics are all that are possible. Otherwise, raises ValueError if a requested metric is
+    impossible."""
     found, left_out = [], []
     for name in asked or METRICS:
         problem = _problem(name, layout, reference, captions)
@@ -163,8 +164,7 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
 
 
 def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
-    """Return the names of a metric's values, such as "precision" and "recall" for "pr". digits: True for --features
-    digits."""
+    """Return the names of a metric's values: "precision" and "recall" for "pr". digits: --features digits."""
     if metric == "pr":
         return ("precision", "recall")
     if metric not in ("fid", "sfid", "fvd"):
@@ -173,7 +173,7 @@ def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tup
         return ("frechet_distance",)
     if metric == "fvd":
         return ("fvd",)
-    # The distances are called FID and sFID only if they are computed from Inception's features.
+    # The names FID and sFID are used only for Inception's features.
     name = metric if inception else {"fid": "frechet_distance", "sfid": "spatial_frechet_distance"}[metric]
     return (f"frame_{name}" if clips else name,)
 
@@ -271,8 +271,8 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples. It stays within [0, 1],
-    and has a width above 0 even at shares of 0 and 1."""
+    """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples. The interval is in [0, 1].
+    Its width is above 0 even for shares of 0 and 1."""
     square = metrics.NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)
     error = metrics.NORMAL_95 / (1 + square) * (share * (1 - share) / count + square / (4 * count)) ** 0.5
@@ -303,8 +303,8 @@ _COMPUTE: dict[str, Callable[[MetricInputs], Iterator[Figure]]] = {
 
 
 class Measuring:
-    """An evaluation with checked flags, loaded networks and opened reference. Construct it on all ranks, before any
-    sample is drawn.
+    """An evaluation with checked flags, loaded networks and an opened reference. Construct this object on all ranks,
+    before samples are drawn.
 
     Args:
         output: folder that caches the reference's features.
@@ -312,11 +312,13 @@ class Measuring:
     Attributes:
         extractor: function that computes the samples' features.
         reference: None if no metric needs one.
-        metrics, figure_names: names of the metrics to compute, and of all values (see :func:`figure_names`).
+        metrics: names of the metrics to compute.
+        figure_names: names of all values, see :func:`figure_names`.
         why_nothing: error message for an evaluation without metrics.
 
-    Raises ValueError that names the missing input if a requested metric is impossible, and OSError if a file is
-    missing.
+    Raises:
+        ValueError: a requested metric is impossible; the message names the missing input.
+        OSError: a file is missing.
     """
 
     def __init__(self, flags: EvaluateConfig, samples: DescribedSamples, output: Path, mesh: Mesh):
@@ -362,8 +364,8 @@ class Measuring:
     def compute(
         self, features: dict[str, Tensor], details: dict[str, Any], problems: list[str]
     ) -> Iterator[list[Measurement]]:
-        """Yield each metric's measurements. Call on rank 0 only. details: fields that all measurements share. problems:
-        list to which a message is added for each metric that can't be computed."""
+        """Yield each metric's measurements. Call this on rank 0 only. details: fields for all measurements. problems:
+        receives a message for each metric that can't be computed."""
         inputs = self._inputs(features)
         for name in self.metrics:
             try:
@@ -375,7 +377,7 @@ class Measuring:
         flags, samples, pictures = self._flags, self._samples, self.extractor.pictures
         scores, truncated = None, None
         if self.extractor.captions is not None:
-            assert flags.clip_model is not None and samples.captions is not None  # otherwise there is no such network
+            assert flags.clip_model is not None and samples.captions is not None  # required for this network
             words, cut = caption_embeddings(Path(flags.clip_model), list(samples.captions), self._device)
             scores, truncated = metrics.clip_scores(features["caption"].to(self._device), words), sum(cut)
         inception = pictures is not None and pictures.inception
@@ -419,8 +421,8 @@ class Measuring:
 
 def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Extractor:
     """Load the networks that the metrics need. of_clips: options for reading clips; None for pictures. Raises
-    FileNotFoundError if a network is missing. For clips without --metrics, a missing default network is only reported.
-    """
+    FileNotFoundError if a network is missing. Without --metrics, a missing default network for clips is only
+    reported."""
     device = mesh.device
     extractor = partial(Extractor, device, motion=of_clips is not None, batch_size=flags.feature_batch_size)
     asked = {METRICS[name].features for name in flags.metrics or METRICS}
@@ -456,7 +458,7 @@ def real_samples(samples: DescribedSamples, extractor: Extractor, reference: boo
 
 
 def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
-    """Drop "digit" if the requested digits are unknown, and "moved" if the requested directions are unknown."""
+    """Drop "digit" if the requested digits are unknown, and "moved" if the directions are unknown."""
     missing = set() if samples.asked else {"digit", "moved"}
     if samples.asked and samples.asked.directions is None:
         missing = {"moved"}
@@ -468,8 +470,8 @@ def _compares(flags: EvaluateConfig) -> bool:
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0, which alone has the reference's features. Return the result, or raise the ValueError,
-    on all ranks."""
+    """Call ``decide`` on rank 0, because only this rank has the reference's features. Return the result, or raise the
+    ValueError, on all ranks."""
     value, problem = None, None
     if mesh.is_main:
         try:

@@ -29,15 +29,15 @@ from opendit.training.run import Run, example_captions
 logger = logging.getLogger(__name__)
 
 FOLDER = "evaluation"  # subfolder of a run's folder; `opendit evaluate plot RUN` reads it
-PROMPTS = 64  # maximum number of captions; their embeddings stay on the device
+PROMPTS = 64  # maximum number of captions, because their embeddings stay on the device
 
 
 class RunEvaluation:
     """Draws --evaluate_samples samples from a run's EMA weights, and computes metrics. All ranks take part.
 
-    The values do not depend on the number of data-parallel ranks: a sample's number determines its noise, and the
-    batches are fixed. ``of`` is a hash of all settings that affect the values. Only values with equal hashes are
-    comparable. The constructor raises ValueError or OSError with the flag if the evaluation is impossible."""
+    The values do not depend on the number of data-parallel ranks, because the batches are fixed and a sample's number
+    determines its noise. ``of`` is a hash of all settings that affect the values; values are comparable if their hashes
+    are equal. The constructor raises ValueError or OSError, with the flag, if the evaluation is impossible."""
 
     def __init__(self, spec: Run):
         self._spec, flags, config = spec, spec.flags.evaluating(), spec.model_config
@@ -106,8 +106,8 @@ class RunEvaluation:
         return self._spec.codec
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate the weights after ``step``. Return fields for the step's log line. All ranks must call this.
-        ``eval_NAME`` is a metric's value; None if it is not finite or can't be computed. ``eval_of`` is the hash."""
+        """Evaluate the weights after ``step``. All ranks must call this. Return fields for the step's log line:
+        ``eval_NAME``, a metric's value or None if it can't be computed or is not finite, and the hash ``eval_of``."""
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
             assert model is not None  # everywhere=True gives every rank a model
@@ -144,7 +144,8 @@ class RunEvaluation:
         return {name: mesh.sum(rows).cpu() for name, rows in found.items()}
 
     def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:
-        """Return all metrics' values, None if not finite. Log and store finite values. Rank 0 only."""
+        """Return all metrics' values, with None for a value that is not finite. Log and store the others. Rank 0
+        only."""
         problems: list[str] = []
         rows: list[Measurement] = []
         details = self._details() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}

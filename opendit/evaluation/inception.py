@@ -1,7 +1,7 @@
 """FID's Inception network, with torchvision's parameter names, so that the published weights load strictly.
 
-FID was defined with this network from December 2015. It differs from torchvision's: there are 1,008 classes, average
-pooling excludes the padding, and the last block has maximum pooling.
+FID was defined with this network from December 2015. In contrast to torchvision's network, there are 1,008 classes,
+average pooling excludes the padding, and the last block has maximum pooling.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def _average(x: Tensor) -> Tensor:
 class FIDInception(nn.Module):
     """Maps pixels (B, 3, 299, 299) in 0..255 to "pool" (B, 2048), "spatial" (B, 2023) and "logits" (B, 1008).
 
-    "spatial" are the features of ADM's sFID. "logits" are computed without bias, as for the Inception score.
+    "spatial" is used in ADM's sFID. "logits" have no bias, as in the Inception score.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Read uint8 pictures and clips to evaluate, by sample number, from folders, .npz and .npy files, and CSV tables."""
+"""Read uint8 pictures and clips from folders, .npz and .npy files, and CSV tables, by the sample's number."""
 
 import json
 import os
@@ -27,9 +27,9 @@ SAMPLES, LABELS = "arr_0", "arr_1"  # names of the arrays in an .npz of sample.p
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Settings for reading pixels from files. Frames are taken from the middle of a clip.
+    """Settings for reading pixels from files. Frames come from the middle of a clip.
 
-    image_size: side in pixels to which pictures and frames are cropped and resized, as ADM does; None for no resizing.
+    image_size: side in pixels; pictures and frames are cropped and resized as in ADM. None: no resizing.
     """
 
     image_size: int | None = None
@@ -38,21 +38,20 @@ class MediaOptions:
     fps: float | None = None
 
     def __str__(self) -> str:
-        """Return the settings that affect the pixels, as text to hash. fps appears only if it is set, so that the
-        hashes of earlier versions stay valid."""
+        """Return the settings as text to hash. fps appears only if it is set, so that older hashes stay valid."""
         shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
         return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 
 
 @dataclass(frozen=True)
 class Media:
-    """Uint8 pictures (H, W, 3) or clips (T, H, W, 3), readable by number.
+    """Uint8 pictures (H, W, 3) or clips (T, H, W, 3), read by number.
 
     Attributes:
-        sha256: hash of the files or of the array.
+        sha256: hash of the files or the array.
         captions, labels: one per sample, or None.
-        read_range: function that reads a range of samples at once, if that is faster than ``read``; else None.
-        how: other settings that affect the pixels, as text.
+        read_range: function that reads a range of samples, or None. If not None, it is faster than ``read``.
+        how: text with further settings that affect the pixels.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Media:
 
     def batch(self, numbers: range, pool: ThreadPoolExecutor) -> np.ndarray:
         """Read the samples ``numbers`` in the threads of ``pool``, as uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises
-        ValueError if sizes differ."""
+        ValueError for samples of unequal size."""
         if self.read_range is not None:
             return self.read_range(numbers)
         found = list(pool.map(self.read, numbers))
@@ -87,7 +86,7 @@ class Media:
 
 def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -> Media:
     """Open a folder of pictures or clips, an .npz or .npy file, or a CSV with the columns path and text. Raises
-    FileNotFoundError, or ValueError for unusable samples. Both name ``flag``."""
+    FileNotFoundError, or ValueError for unusable samples. The message names ``flag``."""
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(
@@ -106,8 +105,8 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
 
 
 def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels: np.ndarray | None = None) -> Media:
-    """Create :class:`Media` from uint8 pictures (N, H, W, 3) or clips (N, T, H, W, 3). labels: one caption or class for
-    each. Raises ValueError for another shape or dtype."""
+    """Create :class:`Media` from uint8 pictures (N, H, W, 3) or clips (N, T, H, W, 3). labels: N captions or classes.
+    Raises ValueError for another shape or dtype."""
     if pixels.dtype != np.uint8:
         hint = ""
         if pixels.dtype.kind == "f":
@@ -128,7 +127,7 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels
 
 
 def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a file's pixels, and an array of captions or classes, or None if there are none."""
+    """Return a file's pixels, and its array of captions or classes or None."""
     if path.suffix == ".npy":
         return _loaded(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False), flag), None
     names = npz_names(path, flag)
@@ -154,7 +153,7 @@ def npz_names(path: Path, flag: str) -> set[str]:
 
 
 def npz_member(path: Path, name: str) -> np.ndarray:
-    """Return an array of an .npz. An uncompressed array in C order is memory-mapped; any other array is read."""
+    """Return an array from an .npz, memory-mapped if the array is uncompressed and in C order."""
     with zipfile.ZipFile(path) as archive:
         found = archive.getinfo(f"{name}.npy")
         if found.compress_type == zipfile.ZIP_STORED:
@@ -171,7 +170,7 @@ def npz_member(path: Path, name: str) -> np.ndarray:
 
 
 def _start_of(path: Path, header: int) -> int:
-    """Return the offset in the file of a zip member's first byte. header: offset of the member's local header."""
+    """Return the file offset of a zip member's first byte. header: offset of the member's local header."""
     with open(path, "rb") as file:
         file.seek(header + 26)
         name, extra = np.frombuffer(file.read(4), "<u2").tolist()
@@ -186,8 +185,8 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
-    """Open a folder of pictures, or of clips if it has no pictures. In a folder that sample.py wrote, use only files
-    with a single sample."""
+    """Open a folder of pictures, or of clips if there are no pictures. In a folder from sample.py, files with several
+    samples are skipped."""
     drawn = _drawn(path)
     if drawn:
         files = drawn
@@ -228,7 +227,7 @@ def _files(name: str, files: list[str], clips: list[bool], captions: list[str] |
         raise FileNotFoundError(f"{name}: {len(missing):,} of {len(files):,} files are missing: {name_few(missing)}")
     if clips[0] and options.image_size is None:
         raise ValueError(f"{name} holds clips; give --image_size, the pixels to which they are cropped and resized")
-    picture_suffixes()  # makes Pillow register its formats now, because the threads would race to do so
+    picture_suffixes()  # register Pillow's formats now, because threads would race
     read = _read_clip if clips[0] else _read_picture
 
     def load(number: int) -> np.ndarray:

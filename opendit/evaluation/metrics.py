@@ -1,7 +1,7 @@
 """Metrics of features: Fréchet distance, Inception score, kernel distance, precision and recall, CLIP score.
 
 FID is the Fréchet distance between Inception's features of two sets of pictures (Heusel et al. 2017). sFID uses spatial
-features, not averaged over the picture (Nash et al. 2021). FVD uses features of clips (Unterthiner et al. 2018).
+features (Nash et al. 2021), and FVD features of clips (Unterthiner et al. 2018).
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 ROWS = 8192  # feature rows to convert to float64 at once
 GROUPS = 10  # groups in the jackknife
-NORMAL_95 = 1.959964  # 95 % of a normal distribution are within this many standard deviations of the mean
+NORMAL_95 = 1.959964  # 95 % of a normal distribution lie within this many standard deviations of the mean
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and scatter of vectors, in float64. The scatter sums the deviations' outer products."""
+    """Count, mean and scatter of vectors, in float64. The scatter is the sum of the deviations' outer products."""
 
     count: int
     mean: Tensor
@@ -42,7 +42,7 @@ class Moments:
 
     @classmethod
     def of(cls, features: Tensor) -> "Moments":
-        """Compute the moments of all rows of features (N, D), on their device."""
+        """Compute the moments of features (N, D), on their device."""
         return reduce(Moments.merged, map(cls._of_part, features.split(ROWS)))
 
     @classmethod
@@ -53,15 +53,15 @@ class Moments:
         return cls(len(rows), mean, rows.T @ rows)
 
     def merged(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets of vectors. The formula (Chan, Golub and LeVeque 1979) is precise even for a
-        large mean."""
+        """Return the moments of both sets of vectors by the formula of Chan, Golub and LeVeque (1979), which is precise
+        even for a large mean."""
         total, difference = self.count + other.count, other.mean - self.mean
         between = torch.outer(difference, difference) * (self.count * other.count / total)
         mean = self.mean + difference * (other.count / total)
         return Moments(total, mean, self.scatter + (other.scatter + between))
 
     def gaussian(self) -> Gaussian:
-        """Return mean and unbiased covariance, as numpy.cov computes it. Raises ValueError for fewer than 2 vectors."""
+        """Return the mean and the unbiased covariance, as in numpy.cov. Raises ValueError for fewer than 2 vectors."""
         if self.count < 2:
             raise ValueError(f"{self.count} samples have no covariance; at least 2 are needed")
         return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
@@ -70,8 +70,8 @@ class Moments:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
 
-    The root's trace is the sum of singular values of C_a^(1/2) C_b^(1/2), even without full rank. Raises ValueError if
-    widths differ or a number is not finite."""
+    The root's trace is the sum of the singular values of C_a^(1/2) C_b^(1/2), even for singular C_a or C_b. Raises
+    ValueError if widths differ or a number is not finite."""
     if a.width != b.width:
         raise ValueError(
             f"features of {a.width} and of {b.width} numbers can't be compared: they are of other networks"
@@ -84,7 +84,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 
 def covariance_root(covariance: Tensor) -> Tensor:
-    """Return a matrix R (D, rank) with R R^T = covariance. Eigenvalues that are only rounding errors are dropped."""
+    """Return a matrix R (D, rank) with R R^T = covariance. Eigenvalues at the level of rounding errors are dropped."""
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     kept = values > values[-1].clamp_min(0) * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, kept] * values[kept].sqrt()
@@ -99,8 +99,8 @@ def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS)
     """Return the standard error of the Fréchet distance between ``features`` and ``reference``, by the delete-a-group
     jackknife. features: (N, D), or (N, T, D) for clips. A clip's frames stay in one group.
 
-    Samples may be sorted by class, so they are assigned to groups at random, with a fixed seed. The error does not
-    include the bias from a finite N."""
+    Samples may be sorted by class, so they are assigned to groups at random, with a fixed seed. The error excludes the
+    bias from a finite N."""
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
     parts = [Moments.of(features[rows].flatten(0, -2)) for rows in order.chunk(groups)]
     root = covariance_root(reference.covariance)
@@ -113,15 +113,15 @@ def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS)
     return float(((groups - 1) / groups * (spread - spread.mean()).square().sum()).sqrt())
 
 
-SPLIT = 5000  # samples in a split; the Inception score is a mean over splits, as in ADM
-SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets, as in torch-fidelity
+SPLIT = 5000  # samples per split for the Inception score, as in ADM
+SUBSETS, SUBSET = 100, 1000  # number and size of the subsets for the kernel distance, as in torch-fidelity
 
 
 def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | None]:
     """Return the Inception score exp(E_x KL(p(y|x) || p(y))) (Salimans et al. 2016), and its standard deviation.
 
-    logits: (N, classes). The score is the mean over splits of ``split`` consecutive samples, as in ADM. The standard
-    deviation is over splits; None for one split."""
+    logits: (N, classes). Both values are over splits of ``split`` consecutive samples, as in ADM. The standard
+    deviation is None for one split."""
     scores = []
     for part in logits.split(split):
         log_p = part.double().log_softmax(dim=1)
@@ -137,11 +137,11 @@ def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | 
 def kernel_distance(
     samples: Tensor, reference: Tensor, subsets: int = SUBSETS, size: int = SUBSET
 ) -> tuple[float, float]:
-    """Return KID and its standard deviation. KID is the unbiased squared maximum mean discrepancy of features (N, D)
-    and (M, D), with the kernel (x.y / D + 1)^3 (Binkowski et al. 2018).
+    """Return KID and its standard deviation over random subsets. KID is the unbiased squared maximum mean discrepancy
+    with the kernel (x.y / D + 1)^3 (Binkowski et al. 2018).
 
-    Both values are over ``subsets`` random subsets, each with ``size`` samples from either set. The subsets depend only
-    on N, M and ``size``."""
+    samples: (N, D). reference: (M, D). size: number of samples from either set in a subset. The subsets depend only on
+    N, M and ``size``."""
     size = min(size, len(samples), len(reference))
     if size < 2:
         raise ValueError(f"the kernel distance needs at least 2 samples, not {size}")
@@ -158,7 +158,7 @@ def kernel_distance(
 
 
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return mean k(x, x') + mean k(y, y') - 2 mean k(x, y). x' is another row than x, and y' another row than y."""
+    """Return mean k(x, x') + mean k(y, y') - 2 mean k(x, y), where x and x', y and y' are different rows."""
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
     within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (n * (n - 1))
@@ -170,22 +170,21 @@ def _kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 NEIGHBOURS = 3
-BLOCK = 1 << 28  # squared distances in memory at once on a GPU: 1 GiB of float32
+BLOCK = 1 << 28  # number of squared distances in memory on a GPU: 1 GiB of float32
 CPU_BLOCK = 1 << 24
 
 
 def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGHBOURS) -> tuple[float, float]:
-    """Return improved precision and recall of features (N, D) against (M, D), as ADM's evaluator does (Kynkäänniemi et
-    al. 2019).
+    """Return improved precision and recall (Kynkäänniemi et al. 2019) for features (N, D) and reference (M, D).
 
-    Around each feature of a set lies a ball. Its radius is the distance to the ``neighbours``-th nearest other feature.
-    Precision is the share of samples within the reference's balls, recall the share of the reference within the
-    samples' balls. Distances are float32; ADM's float16 changes the third digit. Raises ValueError if a set has
+    Each feature is the centre of a ball. Its radius is the distance to the ``neighbours``-th nearest feature in its
+    set. Precision is the share of samples inside the reference's balls. Recall is the share of the reference inside the
+    samples' balls. Distances are float32; ADM's float16 changes the third digit. Raises ValueError for a set with
     ``neighbours`` features or fewer."""
     for features in (samples, reference):
         if len(features) <= neighbours:
             raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
-    # Centre the features: distances come from products. Smaller products lose fewer digits.
+    # Centre the features, because distances come from products, and smaller products lose fewer digits.
     centre = reference.mean(dim=0)
     samples, reference = samples.float() - centre, reference.float() - centre
     return (
@@ -205,13 +204,13 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
 
 
 def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
-    """Return (N,) bool: True for each of ``features`` (N, D) that lies in a ball around one of ``others``. radii: the
-    balls' squared radii."""
+    """Return (N,) bool: True if a row of ``features`` (N, D) lies in a ball. others: the balls' centres (M, D). radii:
+    their squared radii (M,)."""
     return torch.cat([(squares <= radii).any(dim=1) for _, squares in _squared_distances(features, others)])
 
 
 def _squared_distances(features: Tensor, others: Tensor):
-    """Yield (first row, squared distances (rows, M) to ``others``) for blocks of rows in ``features``."""
+    """Yield (first row, squared distances (rows, M) to ``others``) for blocks of ``features``."""
     rows = max(1, (BLOCK if features.device.type == "cuda" else CPU_BLOCK) // len(others))
     norms = others.square().sum(dim=1)
     for first in range(0, len(features), rows):
@@ -221,8 +220,8 @@ def _squared_distances(features: Tensor, others: Tensor):
 
 
 def clip_scores(pictures: Tensor, captions: Tensor) -> Tensor:
-    """Return CLIP scores (N,), 100 max(cos, 0) (Hessel et al. 2021, without the factor 2.5). pictures: embeddings (N,
-    D), or (N, T, D) for clips; a clip's score is the mean over frames. captions: embeddings (N, D)."""
+    """Return CLIP scores (N,), 100 max(cos, 0), without the factor 2.5 in Hessel et al. 2021. pictures: embeddings (N,
+    D), or (N, T, D) for clips, where the score is the mean over frames. captions: embeddings (N, D)."""
     pictures, captions = F.normalize(pictures.double(), dim=-1), F.normalize(captions.double(), dim=-1)
     if pictures.ndim == 2:
         pictures = pictures[:, None]

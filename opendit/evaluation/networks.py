@@ -1,5 +1,6 @@
-"""Load a feature network from a file or folder, as a function from pictures or clips to feature vectors. Nothing is
-downloaded, pickles are read with ``weights_only=True``, and code in a folder of ``transformers`` is never run."""
+"""Load a feature network from a file or folder, as a function from pictures or clips to features.
+
+Nothing is downloaded. Pickles are read with ``weights_only=True``, and no code in a folder is run."""
 
 import contextlib
 import functools
@@ -26,15 +27,15 @@ Compute = Callable[[Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class FeatureNetwork:
-    """A network with the preprocessing of pixels.
+    """A network and its preprocessing of pixels.
 
     Attributes:
-        sha256: hash of the network's files; for a built-in network, of its constants and data.
+            sha256: hash of the network's files, or of a built-in network's constants and data.
         clips: True if the network takes clips (B, T, H, W, 3) instead of pictures (B, H, W, 3).
         inception: True for the Inception network that defines FID.
-        resize: name of the filter that resizes pixels to the network's input size.
-        precision: fp32 or tf32; fp64 for the built-in classifier of digits (``built_in``).
-        compute: function from uint8 pixels (B, 3, H, W) or (B, 3, T, H, W) to named features (B, D).
+            resize: name of the filter that resizes pixels to the network's input size.
+            precision: fp32 or tf32; fp64 for the built-in classifier of digits (``built_in``).
+            compute: function from uint8 pixels (B, 3, H, W) or (B, 3, T, H, W) to named features (B, D).
     """
 
     name: str
@@ -68,7 +69,7 @@ class FeatureNetwork:
 
 
 def digits_network(device: torch.device, shape: ClipShape | None = None) -> FeatureNetwork:
-    """Return the classifier of built-in digits, or with a ``shape`` of moving digits. Its first use trains it. The
+    """Return the classifier of built-in digits or, with a ``shape``, of moving digits. Its first use trains it. The
     features are "pool", "digit" and "nearest", and for clips also "moved"."""
     if shape is None:
         sha256, compute, how = digits_sha256("pictures"), picture_features, f"bilinear, {SIZE}"
@@ -81,18 +82,18 @@ def digits_network(device: torch.device, shape: ClipShape | None = None) -> Feat
 def load_network(
     path: str | Path, device: torch.device, *, how: str = "tf", precision: str = "fp32", clips: bool = False
 ) -> FeatureNetwork:
-    """Load the network of a file or folder.
+    """Load the network in a file or folder.
 
-    Accepted are:
+    The path is one of:
 
     - the weights of FID's Inception (.pth, as in pytorch-fid and torch-fidelity);
-    - a TorchScript module: StyleGAN's Inception, I3D, or any module that takes uint8 (B, 3, H, W), or for clips (B, 3,
-      T, H, W). It returns features (B, D), or a dict with "pool" and optionally "spatial" and "logits";
+    - a TorchScript module: StyleGAN's Inception, I3D, or any module that takes uint8 (B, 3, H, W), or for clips
+      (B, 3, T, H, W), and returns features (B, D), or a dict with "pool" and optionally "spatial" and "logits";
     - a folder of ``transformers`` with a CLIP, DINOv2 or VideoMAE model.
 
     how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed filter. Raises
-    FileNotFoundError if the path does not exist. Raises ValueError for anything else, and for a published file's name
-    with other contents."""
+    FileNotFoundError if the path does not exist. Raises ValueError for anything else, and for a file with a published
+    file's name but other contents."""
     path = Path(path).expanduser()
     if precision not in FEATURE_PRECISIONS:
         raise ValueError(f"precision {precision}: must be one of {', '.join(FEATURE_PRECISIONS)}")
@@ -147,7 +148,7 @@ def _named(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_script(path: Path) -> bool:
-    """Return True if a file is an archive that holds TorchScript code."""
+    """Return True if a file is an archive with TorchScript code."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -169,7 +170,7 @@ def _inception(path: Path) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _precision(name: str) -> Iterator[None]:
-    """Compute matrix products and convolutions in full float32 or in TF32 inside the context."""
+    """Compute matrix products and convolutions in full float32 or in TF32."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
@@ -221,13 +222,12 @@ KNOWN = (
 
 
 def default_folder() -> Path:
-    """Return torch.hub's folder of checkpoints. torch-fidelity and pytorch-fid use it too."""
+    """Return torch.hub's folder of checkpoints, which torch-fidelity and pytorch-fid also use."""
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 
 def find_default(clips: bool, flag: str) -> Path:
-    """Find the published network for pictures or clips in its usual folder. Raises FileNotFoundError with the file's
-    address."""
+    """Return the path of the published network for pictures or clips. Raises FileNotFoundError with the file's URL."""
     files = [file for file in KNOWN if file.clips == clips]
     for file in files:
         if (path := default_folder() / file.name).is_file():
@@ -254,7 +254,7 @@ INCEPTION_SIDE = 299  # height and width of the input in pixels
 
 
 class ScriptedInception(nn.Module):
-    """FID's Inception as a TorchScript file from NVIDIA (StyleGAN's metrics). Its layers have TensorFlow's names."""
+    """FID's Inception from NVIDIA's TorchScript file (StyleGAN's metrics). Its layers have TensorFlow's names."""
 
     def __init__(self, script: torch.jit.ScriptModule):
         super().__init__()
@@ -284,8 +284,8 @@ def spatial_features(x: Tensor) -> Tensor:
 def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
     """Resize pictures (B, 3, H, W) float32 to side x side pixels.
 
-    how: "tf" is the bilinear filter in TensorFlow 1, with samples at i * H / side and no antialiasing; FID was defined
-    with it. "torch" is a bilinear filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
+    how: "tf" is TensorFlow 1's bilinear filter without antialiasing, with samples at i * H / side; FID was defined with
+    it. "torch" is a bilinear filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
     antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022)."""
     if how == "clean":
         return F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0, 255)
@@ -320,8 +320,8 @@ CLASSES = {
 
 def load_folder(folder: Path, device: torch.device, precision: str, clips: bool) -> FeatureNetwork:
     """Load a folder's model. The features are CLIP's projected embedding, DINOv2's class token, or the mean of
-    VideoMAE's tokens. Raises FileNotFoundError without a configuration, and ValueError for another model or other
-    media."""
+    VideoMAE's tokens. Raises FileNotFoundError without a configuration, and ValueError for an unsupported model or
+    medium."""
     config = read_config(folder)
     kind = config.get("model_type")
     if kind not in CLASSES:
@@ -396,8 +396,8 @@ def folder_sha256(folder: Path) -> str:
 
 
 def caption_embeddings(folder: Path, captions: list[str], device: torch.device) -> tuple[Tensor, list[bool]]:
-    """Return CLIP's projected embeddings of captions (N, D), and for each caption True if CLIP truncates it. Equal
-    captions are embedded once. Raises ValueError for a folder without CLIP's text model and tokenizer."""
+    """Return CLIP's projected embeddings of captions (N, D), and for each caption True if CLIP truncates it. Raises
+    ValueError for a folder without CLIP's text model and tokenizer."""
     folder = Path(folder).expanduser()
     config = read_config(folder)
     if config.get("model_type") != "clip":

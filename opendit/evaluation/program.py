@@ -26,7 +26,7 @@ from opendit.parallel.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 EARLIER_ROWS = 12  # maximum number of earlier results above the new ones
-DRY_RUN_BATCHES = 4  # timed batches per process; an untimed first batch compiles and records kernels
+DRY_RUN_BATCHES = 4  # timed batches per process, after an untimed batch that compiles kernels
 
 
 def run(flags: EvaluateConfig) -> None:
@@ -37,12 +37,12 @@ def run(flags: EvaluateConfig) -> None:
 
 
 def evaluate(config: EvaluateConfig) -> list[results.Measurement]:
-    """Run ``opendit evaluate`` with the flags of ``config`` in this process, and return the metric values.
+    """Run ``opendit evaluate`` with the flags of ``config`` in this process. Return the metric values.
 
         opendit.evaluate(opendit.EvaluateConfig(samples="samples.npz", reference="reference.npz", metrics=["fid"]))
 
-    The values are also appended to ``results.jsonl`` in the folder ``config.output``. With torchrun, ranks other than 0
-    get an empty list.
+    The values are also appended to ``results.jsonl`` in the folder ``config.output``. With torchrun, only rank 0 gets
+    the values; other ranks get an empty list.
 
     Raises:
         ValueError: the configuration can't work; the message names the flag and the fix.
@@ -60,8 +60,8 @@ def evaluate(config: EvaluateConfig) -> list[results.Measurement]:
 
 
 def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[results.Measurement]:
-    """Evaluate every point of a sweep, or the only point. Return the metric values; [] on ranks other than 0 and with
-    --dry_run. All ranks must call this. started: called once, before samples are drawn or read."""
+    """Evaluate every point of a sweep, or the only point. All ranks must call this. Return the metric values; [] on
+    ranks other than 0 and with --dry_run. started: called once, before samples are drawn or read."""
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
         return _measure(points[0] if flags.samples is None else flags, mesh, started)
@@ -121,7 +121,7 @@ def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> 
 
 
 def _show(output: Path, found: list[results.Measurement]) -> None:
-    """Print a table of the new values, below earlier values of these metrics."""
+    """Print a table of earlier and new values of these metrics."""
     kinds = {row.metric for row in found}
     rows = [row for row in results.read_results(output / "results.jsonl") if row.metric in kinds]
     new = [results.without_time(row) for row in found]
@@ -131,7 +131,7 @@ def _show(output: Path, found: list[results.Measurement]) -> None:
 
 
 class NoNetwork(Extractor):
-    """Extractor without networks. Its features are zeros, to measure only the time of drawing."""
+    """Extractor with zeros as features, to measure only the time of drawing."""
 
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
         return {"pool": torch.zeros(len(pixels), 1, device=self.device)}
@@ -139,8 +139,8 @@ class NoNetwork(Extractor):
 
 def dry_run(samples: Samples, extractor: Extractor, batch_size: int, gpus: int, mesh: Mesh) -> None:
     """Draw or read a few batches, compute their features, and print the predicted time for all samples. All ranks must
-    call this. batch_size: of one process. gpus: number of GPUs to predict for; 0 means this run's. Raises ValueError
-    unless ``gpus`` is a multiple of the number of GPUs that share a sample."""
+    call this. batch_size: samples per process. gpus: number of GPUs for the prediction; 0 means this run's. Raises
+    ValueError if ``gpus`` is not a multiple of the GPUs per sample."""
     here = mesh.dp_size
     group = mesh.world_size // here
     if gpus % group:

@@ -20,7 +20,7 @@ from opendit.data.files import printable
 
 FILE, SWEEP_FILE = "results.jsonl", "sweep.csv"
 SWEEP_COLUMNS = ("metric", "steps", "guidance", "value", "low", "high", "count", "sampler", "seed", "samples")
-# Field -> name in messages. Two values of a metric are comparable only if all these fields are equal.
+# Field -> name in messages. Two values are comparable only if all these fields are equal.
 COMPARED_FIELDS = {
     "count": "samples",
     "reference_sha256": "reference",
@@ -32,7 +32,7 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-# Fields to compare only if both results have them. Samples from other programs lack these fields.
+# Fields to compare only if both results have them, because samples from other programs lack them.
 OFTEN_UNKNOWN = ("labels", "rounding")
 
 
@@ -41,17 +41,17 @@ class Measurement:
     """A metric's value, and all settings that affect it.
 
     Attributes:
-        interval_by: the method that computed the interval (low, high).
-        samples: name of the file, folder or weights.
-        samples_sha256: hash of the samples; for weights, hash of the numbers in them.
-        features_known: True if the feature network's file is a published one.
-        resize, feature_precision: settings of the feature network.
-        sampler, ..., seed, precision, vae: settings for drawing the samples; None for samples from files.
-        labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
-        rounding: the method of rounding pixels to uint8.
-        drawn: all settings that affect the samples, as in a sampling job's manifest.
-        truncated: number of captions that CLIP truncates.
-        of_real: the metric of real samples: training digits for the Fréchet distance, else held-out digits.
+            interval_by: the method that computed the interval (low, high).
+            samples: name of the file, folder or weights.
+            samples_sha256: hash of the samples, or of the weights' values.
+            features_known: True if the feature network's file is a published one.
+            resize, feature_precision: settings of the feature network.
+            sampler, ..., seed, precision, vae: settings for drawing the samples; None for samples from files.
+            labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
+            rounding: the method of rounding pixels to uint8.
+            drawn: all settings that affect the samples, as in a sampling job's manifest.
+            truncated: number of captions that CLIP truncates.
+            of_real: the metric for real samples: training digits for the Fréchet distance, else held-out digits.
     """
 
     metric: str
@@ -107,7 +107,7 @@ class Measurement:
 
 
 def why_not_comparable(one: Measurement, other: Measurement) -> list[str]:
-    """Return a message for each difference that makes two measurements incomparable; [] if they are comparable."""
+    """Return a message for each difference that makes two measurements incomparable."""
     if one.metric != other.metric:
         return [f"metric {one.metric} against {other.metric}"]
     differing = []
@@ -127,8 +127,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Format an aligned table. Lines below the table list the rows that are not comparable with their metric's last
-    row, and the rows' notes."""
+    """Format an aligned table. Lines below the table give notes, and the rows that are not comparable with their
+    metric's last row."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"
@@ -175,7 +175,7 @@ def figure_text(value: float) -> str:
 
 
 def digits_line(rows: Sequence[Measurement]) -> str | None:
-    """Summarise measurements with features of the built-in digits in one line; None without such measurements."""
+    """Summarise measurements with --features digits in one line; None if there are none."""
     found = {row.metric: row for row in rows if row.features == DIGITS}
     said = []
     for metric, words in (("accuracy", "named as the digit asked for"), ("direction", "move as asked")):
@@ -191,8 +191,8 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 
 
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
-    """Append new measurements to the folder's ``results.jsonl``, and return its path. root: below this folder, no link
-    is followed, and missing folders are created."""
+    """Append new measurements to the folder's ``results.jsonl``. Return the file's path. root: below this folder, no
+    link is followed, and missing folders are created."""
     path = folder / FILE
     refuse_links(folder, [FILE])
     known = [without_time(row) for row in read_results(path)]
@@ -203,7 +203,7 @@ def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None 
 
 
 def without_time(row: Measurement) -> Measurement:
-    """Return a measurement without its time. Measurements that differ only in time count as equal."""
+    """Return a measurement without its time. Measurements count as equal if only their times differ."""
     return dataclasses.replace(row, time=None)
 
 
@@ -220,8 +220,8 @@ def read_results(path: Path) -> list[Measurement]:
 
 
 def sweep_table(rows: Sequence[Measurement]) -> str:
-    """Format a table for each metric, with a line per guidance scale and a column per number of steps. A cell shows the
-    last of several values."""
+    """Format a table for each metric, with a line per guidance scale and a column per number of steps. A cell shows its
+    last value."""
     parts = []
     for metric in dict.fromkeys(row.metric for row in rows):
         of_metric = [row for row in rows if row.metric == metric]
@@ -235,7 +235,7 @@ def sweep_table(rows: Sequence[Measurement]) -> str:
 
 
 def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
-    """Write a sweep's measurements to ``sweep.csv`` in a folder, one line each. Return its path. Raises OSError."""
+    """Write a sweep's measurements to ``sweep.csv`` in a folder. Return the file's path. Raises OSError."""
     path = folder / SWEEP_FILE
     text = io.StringIO(newline="")
     writer = csv.writer(text)
@@ -260,7 +260,8 @@ SMOOTH = 50  # maximum number of points in a training loss curve
 @dataclass
 class PlottedRun:
     """A run's evaluation results (``figures``) and losses. loss: (step, training loss). held_out: (step, held-out
-    loss). by_noise: (noise level sigma, held-out loss) in the last validation."""
+    loss).
+    by_noise: (noise level sigma, held-out loss) in the last validation."""
 
     name: str
     figures: list[Measurement]
@@ -275,7 +276,7 @@ PlotPoint = tuple[float, float, float | None, float | None]  # (x, y, low, high)
 @dataclass(frozen=True)
 class PlotLine:
     """A line in a panel. points: (x, y, low, high), sorted by x, or by guidance scale for precision against recall.
-    words: a text for each point, or empty. run: lines of one run have one colour."""
+    words: a text for each point, or empty. run: name of the run, which determines the colour."""
 
     name: str
     points: Sequence[PlotPoint]
@@ -304,7 +305,7 @@ def read_run(path: Path) -> PlottedRun:
     run = PlottedRun(folder.resolve().name, [row for file in files for row in read_results(file)])
     if path.is_dir() and (folder / LOG).is_file():
         for line in (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines():
-            # Skip a truncated line, or a line of another program.
+            # Skip truncated lines and lines from other programs.
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
                 _add_line(run, json.loads(line))
     if not (run.figures or run.loss or run.held_out):
@@ -330,8 +331,8 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """Return panels and messages. There are panels for the chosen metrics (all by default) and for the losses.
-    Measurements that are not comparable with their metric's last one are left out, with a message."""
+    """Return panels for the chosen metrics, by default all, and for the losses. Also return messages about measurements
+    that are left out, because they are not comparable with their metric's last measurement."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []
@@ -379,7 +380,7 @@ def _sampled(row: Measurement) -> str:
 
 
 XValue = Callable[[Measurement], float | None]
-# x axes of a metric's panels: (title, label, scale, function that returns x, functions that return parts of a line's
+# x axes of a metric's panels: (title, label, scale, function that returns x, functions that return words for a line's
 # name).
 AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
     ("training", "training step", "linear", _training_step, (_sampled, _guided)),
@@ -391,8 +392,8 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """Return a line for each combination of model, seed and texts of ``others``. value: returns x; None skips a row. If
-    several rows have one x, the last one is used."""
+    """Return a line for each combination of model, seed and the texts from ``others``. value: returns x; None skips a
+    row. For equal x, the last row is used."""
     found: dict[tuple[str, ...], dict[float, Measurement]] = {}
     for row in rows:
         if (x := value(row)) is not None:
@@ -451,8 +452,8 @@ def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draw runs to the PNG ``output``, with ``metrics`` (all if empty). Return messages about measurements that were
-    left out. Raises ValueError or OSError."""
+    """Draw runs to the PNG ``output``, for ``metrics`` or, if empty, all metrics. Return messages about measurements
+    that were left out. Raises ValueError or OSError."""
     runs = [read_run(Path(path).expanduser()) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths, strict=True):
@@ -488,7 +489,7 @@ def _draw(found: Sequence[PlotPanel], output: Path) -> None:
             style["linestyle"] = STYLES[number % len(STYLES)]
             style["marker"] = MARKERS[number % len(MARKERS)] if len(x) < SMOOTH // 2 else ""
             errors = None
-            if any(value is not None for value in low):  # errorbar takes distances from the value, not end points
+            if any(value is not None for value in low):  # errorbar takes distances from y
                 ends = zip(low, y, high, strict=True)
                 sides = [(0, 0) if a is None else (max(b - a, 0), max(c - b, 0)) for a, b, c in ends]
                 errors = list(zip(*sides, strict=True))

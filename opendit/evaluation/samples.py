@@ -45,7 +45,7 @@ from opendit.sampling.sampling_run import WRITTEN, SamplingRun, announce, choose
 
 logger = logging.getLogger(__name__)
 
-PICTURES, CLIPS = 50_000, 2_048  # default numbers of samples to draw, as usual for FID and FVD
+PICTURES, CLIPS = 50_000, 2_048  # default numbers of samples to draw, as is usual for FID and FVD
 FRAMES = 16  # default number of frames to read from a clip in a file
 FIX = "wait for its end, or give another --output"
 # Features -> names of their mean and covariance in an .npz. The first two pairs are ADM's names for Inception features.
@@ -55,14 +55,14 @@ SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
 
 @dataclass(frozen=True)
 class DescribedSamples:
-    """Properties of samples that are known before the samples are drawn or read.
+    """Properties of samples that are known before samples are drawn or read.
 
     Attributes:
         shape: shape of one sample, (H, W, 3) or (T, H, W, 3).
         captions: one per sample, or None.
         details: fields of :class:`Measurement` that describe the samples.
-        options: options for reading a reference's files, so that the pixels match the samples.
-        asked: the digits that the samples should show, or None if unknown.
+            options: options for reading the reference, so that its pixels match the samples.
+            asked: the digits that the samples should show, or None if unknown.
     """
 
     count: int
@@ -79,8 +79,8 @@ class DescribedSamples:
 
 @dataclass(frozen=True)
 class Samples(DescribedSamples):
-    """Samples that are ready to be read or drawn. ``extract(extractor, count, folder)`` computes features of the first
-    ``count`` samples, and caches them in the folder. announce: prints the settings for drawing."""
+    """Samples that are ready to be read or drawn. ``extract(extractor, count, folder)`` computes the first ``count``
+    samples' features, and caches them in the folder. announce: prints the settings for drawing."""
 
     extract: Callable[[Extractor, int, Path], Features]
     drawn: bool = False
@@ -89,7 +89,7 @@ class Samples(DescribedSamples):
 
 @contextlib.contextmanager
 def open_samples(flags: EvaluateConfig, mesh: Mesh) -> Iterator[Samples]:
-    """Open and check the samples to evaluate, and lock --output inside the context. All ranks must call this. Raises
+    """Open and check the samples to evaluate, and lock --output during the context. All ranks must call this. Raises
     ValueError or OSError with a message for the user."""
     if flags.samples is None:
         sampling = load_run(flags.sampling(), mesh, Stages("before"))
@@ -115,7 +115,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
     with ThreadPoolExecutor(1) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
     details = {"samples": media.name, "samples_sha256": media.sha256}
-    # Without --image_size, crop and resize the reference's pictures to the size of the samples if that is square.
+    # Without --image_size, crop and resize the reference's pictures to the samples' size, if that is square.
     side = shape[-2] if shape[-2] == shape[-3] else None
     options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
     captions = media.captions[: media.count] if media.captions else None
@@ -129,7 +129,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
 
 
 def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
-    """Return samples that will be drawn from a checkpoint. Only their features are stored."""
+    """Return samples to draw from a checkpoint. Only their features will be stored."""
     if sampling.mesh.is_main:
         for note in note_on_missing_frames(sampling.model.config):
             logger.info("note: %s", note)
@@ -188,7 +188,7 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
 
 
 def name_of(weights: Path) -> str:
-    """Return RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the path's last name."""
+    """Return RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the path's last part."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")
@@ -198,8 +198,8 @@ def name_of(weights: Path) -> str:
 
 @dataclass
 class Reference:
-    """Statistics or features of real pictures or clips, to compare samples with. gaussians: features -> mean and
-    covariance. features: features -> values (N, ...) for the reference's samples, if known."""
+    """Statistics or features of real pictures or clips, to compare samples with. gaussians: feature name -> mean and
+    covariance. features: feature name -> the reference's features (N, ...), if known."""
 
     name: str
     sha256: str
@@ -208,7 +208,7 @@ class Reference:
     features: dict[str, Tensor] = field(default_factory=dict)
 
     def gaussian(self, name: str, device: torch.device) -> Gaussian | None:
-        """Return the mean and covariance of the features ``name``, or None."""
+        """Return the mean and covariance of the features ``name``, or None if unknown."""
         if name not in self.gaussians and name in self.features:
             rows = self.features[name].flatten(0, -2).to(device)
             self.gaussians[name] = Moments.of(rows).gaussian()
@@ -223,10 +223,10 @@ def open_reference(
 
     The path is one of:
 
-    - samples that :func:`open_media` accepts; their features are computed;
+    - samples for :func:`open_media`; their features are computed;
     - "digits", the built-in held-out digits;
-    - ADM's statistics, an .npz with mu and sigma; pictures in the file are used for precision, recall and KID;
-    - a file that :func:`save_features` wrote.
+    - ADM's statistics, an .npz with mu and sigma. Precision, recall and KID use the file's pictures, if any;
+    - a file from :func:`save_features`.
 
     Raises ValueError if the reference holds other media than the samples, or features from other networks."""
     if path == DIGITS:
@@ -253,14 +253,13 @@ def open_reference(
 def _reference_of(
     media: Media, extractor: Extractor, output: Path, mesh: Mesh, gaussians: dict[str, Gaussian]
 ) -> Reference:
-    """Compute the features of ``media``, and return a reference with them and ``gaussians``. All ranks must call
-    this."""
+    """Return a reference with ``gaussians`` and the features of ``media``. All ranks must call this."""
     found = extract_media(media, extractor, output, mesh)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays)
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
-    """Return a split's built-in digits as pictures, or with options ``clips`` as clips of moving digits. count: see
+    """Return a split's built-in digits as pictures or, with options ``clips``, as clips of moving digits. count: see
     :func:`real_pictures` and :func:`real_clips`."""
     if clips is None:
         return real_pictures(split, count)
@@ -268,7 +267,7 @@ def real_digits(split: str, clips: MediaOptions | None, count: int | None = None
 
 
 def clip_shape(options: MediaOptions) -> ClipShape:
-    """Return the shape of moving digits that match these options. Raises ValueError if the clips are not square."""
+    """Return the shape of moving digits that matches the options. Raises ValueError if the clips are not square."""
     if options.image_size is None:
         raise ValueError("--features digits: moving digits are square, and these clips are not; give --reference")
     interval = options.frame_interval if options.fps is None else max(1, round(SOURCE_FPS / options.fps))
@@ -308,8 +307,8 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
 
 
 def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:
-    """Write features, their statistics and the networks' settings to an .npz, as a reference. Other tools can read mu
-    and sigma. Raises OSError."""
+    """Write features, their statistics and the networks' settings to an .npz for use as a reference. Other tools can
+    read mu and sigma. Raises OSError."""
     arrays = {SETTINGS: np.array(json.dumps(settings)), COUNT: np.array(features.count)}
     for name, keys in STATISTICS.items():
         if name in features.arrays:

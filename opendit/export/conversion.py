@@ -1,10 +1,10 @@
 """Convert OpenDiT checkpoints to and from diffusers' folders, LoRA files and Meta's .pt files.
 
-diffusers' DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the timestep's sinusoids; Meta's model has 0.
-So a stock pipeline has a small error. :func:`load_pipeline` removes this error. An exported public model is a copy of
-the published folder with other weights. The keys of a LoRA file have these forms:
+diffusers' DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` for the timestep's sinusoids, but Meta's model
+uses 0. A stock pipeline therefore has a small error, which :func:`load_pipeline` removes. An exported public model is
+a copy of the published folder with new weights. The keys of a LoRA file have these forms:
 
-diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; no alphas, since alpha / rank is part of B
+diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; no alphas, since B includes alpha / rank
 comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, depending on the family
 kohya      lora_unet_LAYER_WITH_UNDERSCORES.lora_down.weight      the authors' layers
 """
@@ -90,8 +90,8 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
 
 
 def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Convert OpenDiT's state dict to DiTTransformer2DModel's names. Tensors share no memory, because safetensors
-    forbids it. The label table grows to DiTPipeline's 1000 classes: row 1000 gets the null class, new rows are zero."""
+    """Convert OpenDiT's state dict to DiTTransformer2DModel's names. The tensors share no memory, as safetensors
+    requires. The label table gets 1001 rows: row 1000 is the null class, and rows without a class are zero."""
     table = state["y_embedder.embedding_table.weight"]
     full = table.new_zeros(NULL_CLASS + 1, table.shape[1])
     full[: config.num_classes], full[NULL_CLASS] = table[:-1], table[-1]
@@ -114,7 +114,7 @@ def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def correct_timesteps(transformer: Any) -> None:
-    """Give a DiTTransformer2DModel the timestep sinusoids of OpenDiT's and Meta's DiTs."""
+    """Set the timestep sinusoids of a DiTTransformer2DModel to those of Meta's DiT."""
     for block in transformer.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
 
@@ -170,7 +170,7 @@ def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None
     # A pipeline can only save a VAE of diffusers' class.
     decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
-    scheduler: Any = DDIMScheduler(**SCHEDULER)  # Any, because diffusers declares an enum where it takes a string
+    scheduler: Any = DDIMScheduler(**SCHEDULER)  # Any: diffusers declares an enum but takes a string
     pipeline = DiTPipeline(transformer, decoder, scheduler, id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
     safe_files.make_folder(output)
@@ -215,8 +215,8 @@ def import_weights(
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """Read the weights to convert. Of a run, read the newest intact checkpoint. Meta's .pt needs ``model``. A LoRA is
-    merged into its base. Other OpenDiT weights are not loaded before they are written."""
+    """Read the weights to convert. A run gives its newest intact checkpoint; Meta's .pt needs ``model``. A LoRA is
+    merged into its base."""
     stands = pretrained.find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
         raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")
@@ -241,8 +241,8 @@ MOST_FILES = 10_000  # maximum number of files of a component
 
 
 def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
-    """Compare a run's maximum number of caption tokens with the default of diffusers' pipeline. If they differ, return
-    the run's number as metadata and add a note. Otherwise return {}."""
+    """Return metadata with a run's maximum number of caption tokens, and add a note, if it differs from the default in
+    diffusers' pipeline. Otherwise return {}."""
     text = None if weights.config is None else weights.config.text
     if text is None or text.max_tokens == family.text.tokens:
         return {}
@@ -265,12 +265,12 @@ def export_published(
     Files of other components become hard links, or copies if ``output`` is on another disk. ``output`` is created or
     replaced only after all files are written.
 
-    state: weights by OpenDiT's names. source: path of the weights, for messages. more: further metadata of the weights
-    file. low: state, source and base of a pipeline's low-noise network.
+    state: weights by OpenDiT's names. source: path of the weights, for messages. more: further metadata for the weights
+    file. low: the same three values for a pipeline's low-noise network.
 
     Return the files of ``base`` that were not copied, because they may hold code. Raises ValueError if the weights do
-    not fit ``base``, a file of ``base`` links out of the folder, or ``output`` holds anything but a pipeline. Raises
-    OSError if a file can't be written."""
+    not fit ``base``, if a link in ``base`` leads out of the folder, or if ``output`` holds anything but a pipeline.
+    Raises OSError if a file can't be written."""
     output = Path(os.path.abspath(output))
     root = output.parent
     safe_files.refuse_links(root, [output.name])
@@ -296,7 +296,7 @@ def export_published(
             safe_files.link_or_copy(path, new / place, root=root, make=True)
         for inside, (weights, each) in written.items():
             safe_files.link_or_copy(each.transformer / CONFIG, new / inside / CONFIG, root=root)
-            # Don't copy the metadata of the run, because they contain captions and paths.
+            # Don't copy the run's metadata, because they contain captions and paths.
             said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
             metadata = {**said, **each.files.metadata, **(more or {}), "format": "pt"}
             write_weights(new / inside / (foreign.STEM + WHOLE), weights, metadata, most_bytes)
@@ -309,7 +309,7 @@ def export_published(
 
 
 def _check_output(output: Path, read: tuple[Path, ...]) -> None:
-    """Raise ValueError if ``output`` contains a path of ``read``, or anything but a pipeline."""
+    """Raise ValueError if ``output`` contains a path in ``read``, or holds anything but a pipeline."""
     if not output.exists():
         return
     inside = next((path for path in read if path.resolve().is_relative_to(output.resolve())), None)
@@ -334,8 +334,8 @@ def _take_place(new: Path, output: Path, old: Path) -> None:
 
 
 def _others(base: foreign.PublishedFolder) -> Iterator[tuple[Path, Path]]:
-    """Yield (file, path relative to the pipeline) for a pipeline's model_index.json, licences, and components other
-    than ``base.transformer``. Yield nothing if ``base`` is a network alone."""
+    """Yield (file, path relative to the pipeline) for model_index.json, licences, and all components except
+    ``base.transformer``. Yield nothing if ``base`` is a network alone."""
     if base.pipeline is None:
         return
     for path in sorted(base.pipeline.iterdir()):
@@ -374,10 +374,10 @@ def name_of(base: foreign.PublishedFolder) -> str:
 def export_run(ckpt: str, output: Path, base: str, most_bytes: int) -> list[str]:
     """Convert a public model's checkpoint or run to a folder for diffusers; see :func:`export_published`.
 
-    ckpt: a checkpoint, a run (its newest intact checkpoint), a weights file, or a public model's folder. base: the
-    public model's folder. The user must name it, because a path in a checkpoint is not trusted.
+    ckpt: a checkpoint, a weights file, a run with an intact checkpoint, or a public model's folder. base: the public
+    model's folder. The user must name it, because a path in a checkpoint is not trusted.
 
-    Return notes for the user. Raises ValueError or FileNotFoundError if weights are missing, damaged, or of another
+    Return notes for the user. Raises ValueError or FileNotFoundError if weights are missing, damaged, or from another
     model, and OSError if a file can't be written."""
     notes: list[str] = []
     if foreign.is_published(ckpt):
@@ -407,12 +407,11 @@ def export_lora(
     base: str | None,
     form: str = "diffusers",
 ) -> tuple[list[str], str]:
-    """Write a run's LoRA as one file. Return notes for the user, and the call in diffusers that reads the file ("" for
-    none).
+    """Write a run's LoRA as one file. Return notes for the user, and the call by which diffusers reads the file, or "".
 
-    base: the public model's folder; None for the folder that the checkpoint names. form: the key format: diffusers,
-    comfyui or kohya. Raises ValueError or FileNotFoundError if a file is missing or ``ckpt`` is not a LoRA of a public
-    model, and OSError if the file can't be written."""
+    base: the public model's folder; None: the folder that the checkpoint names. form: format of the keys, "diffusers",
+    "comfyui" or "kohya". Raises OSError if the file can't be written. Raises ValueError or FileNotFoundError if a file
+    is missing, or if ``ckpt`` is not a LoRA of a public model."""
     weights = pretrained.read_newest(ckpt)
     if "lora" not in weights.info:
         raise ValueError(f"{weights.path} holds a whole model, not what --lora trains; export it as diffusers")
@@ -471,7 +470,7 @@ def _named(products: Products, opened: foreign.PublishedFolder, form: str) -> di
 
 def _metadata(lora: Lora, opened: foreign.PublishedFolder, form: str, title: str) -> dict[str, str]:
     """Return a LoRA file's metadata, with the keys that ComfyUI, AUTOMATIC1111 and model managers show: modelspec and
-    kohya's ss. No key is just "rank" or "alpha", because a program might apply such a value again."""
+    kohya's ss. No key is "rank" or "alpha" alone, because a program might apply its value a second time."""
     family, alpha = opened.family, f"{lora.alpha:g}"
     variant = family.variant(opened.index)
     architecture = (variant and variant.architecture) or family.architecture
