@@ -506,6 +506,25 @@ class ProgramFlags(Protocol):
 P = TypeVar("P", bound=ProgramFlags)
 
 
+def suggests_flags(cls: type[P]) -> type[P]:
+    """Make the TypeError for an unknown keyword of a configuration suggest a flag, as the command line does."""
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: P, *args: Any, **values: Any) -> None:
+        names = [item.name for item in dataclasses.fields(cast(Any, cls))]
+        for name in values:
+            if name not in names:
+                like = nearest(name, names, cutoff=0.6)
+                meant = f"did you mean --{like}?" if like else f"{cls.program} --help all shows all"
+                advice = counterpart(name, [f"--{each}" for each in names]) or meant
+                raise TypeError(f"{cls.__name__}: {name}: no such flag; {advice}")
+        construct(self, *args, **values)
+
+    cls.__init__ = __init__
+    return cls
+
+
 def read_flags(cls: type[P], argv: Sequence[str]) -> P:
     """Parse a command line and check all flags as if there were a GPU. A mistake ends the program."""
     flags = parse(cls, argv)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from opendit.config.checks import check_exists, check_no_folder, check_output_file, check_rate, check_writable
+from opendit.config.command_line import suggests_flags
 from opendit.config.components import ParallelFlags, SpeedFlags
 from opendit.config.flags import (
     BATCH,
@@ -133,6 +134,7 @@ class ResultFlags(Flags):
     )
 
 
+@suggests_flags
 @dataclass(frozen=True)
 class EvaluateConfig(
     WhatFlags,

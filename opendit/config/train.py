@@ -33,6 +33,7 @@ from opendit.config.checks import (
     read_prompts,
     resolve_precision,
 )
+from opendit.config.command_line import suggests_flags
 from opendit.config.components import (
     EvaluationFlags,
     GridFlags,
@@ -77,6 +78,7 @@ OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for s
 NO_BASE = "--lora: adds to trained weights; say which with --pretrained"
 
 
+@suggests_flags
 @dataclass(frozen=True)
 class TrainConfig(
     component.ModelFlags,

@@ -1,7 +1,9 @@
 """A wrong command line gets one line of error, from one process, that names the fix."""
 
+import inspect
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 import train
 from opendit.config.command_line import _OURS, build_parser, counterpart, parse, read_flags
 from opendit.config.console import one_line
+from opendit.config.evaluate import EvaluateConfig
 from opendit.config.flags import Value
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
@@ -80,6 +83,24 @@ def test_flags_of_other_programs_lead_to_flags_that_there_are():
     assert counterpart("target_modules", programs[0]) == "here it is --lora_targets"
     assert counterpart("use_8bit_adam", programs[0]) == "--optimizer adamw8bit keeps the moments in 8 bits"
     assert "a blend" in str(counterpart("class_data_dir", programs[0]))
+
+
+@pytest.mark.parametrize(
+    ("config", "keyword", "advice"),
+    (
+        (TrainConfig, "learning_rate", "here it is --lr"),
+        (TrainConfig, "seed", "here it is --global_seed"),
+        (TrainConfig, "cache_latents", "preprocess.py latents encodes once"),
+        (TrainConfig, "modle", "did you mean --model?"),
+        (EvaluateConfig, "num_inference_steps", "here it is --num_sampling_steps"),
+        (EvaluateConfig, "foo", "opendit evaluate --help all shows all"),
+    ),
+)
+def test_unknown_keywords_in_python_get_the_same_advice(config, keyword, advice):
+    with pytest.raises(TypeError) as error:
+        config(**{keyword: 1})
+    assert str(error.value) == f"{config.__name__}: {keyword}: no such flag; {advice}"
+    assert set(inspect.signature(config).parameters) == {item.name for item in fields(config)}
 
 
 def test_only_the_first_rank_prints(capsys, monkeypatch):
