@@ -34,9 +34,8 @@ def apply_parallel(
 ) -> DiT:
     """Prepare ``model`` for a run, in place, and return it. The engine later wraps or shards the parameters.
 
-    The order is stages -> experts -> tensor -> sequence -> recompute -> compile. Stages, experts and tensor first
-    reduce the model to the weights of this rank. ``model.use`` replaces all operations. The recomputation policy wraps
-    operations, so the policy comes later. torch.compile traces the model at the first call.
+    Stages, experts and tensor first reduce the model to this rank's weights. ``model.use`` then replaces all
+    operations, and the recomputation policy wraps them. torch.compile comes last.
 
     Args:
         ops, attend, varlen: kernels or their references, see ``opendit.kernels.select``.

@@ -135,9 +135,9 @@ class Ring:
         self.group = group
 
     def arriving(self, shard: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, shard of that rank), from this rank backwards round the ring. The next shard arrives while the
-        caller works on a shard. This rank's ``shard`` must not change meanwhile. ``into`` (P, *shard.shape) stores all
-        shards."""
+        """Yield (rank, that rank's shard), beginning with this rank and going backwards round the ring. The next shard
+        arrives while the caller works on a shard. This rank's ``shard`` must not change meanwhile. into: (P,
+        *shard.shape), receives all shards."""
         rank, size = self.group.rank, self.group.size
         held = shard = shard.contiguous()
         if into is not None:
@@ -151,7 +151,7 @@ class Ring:
                 held = flight.wait()
 
     def reduce_scatter(self, piece: Callable[[int], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Sum tensors over all ranks. Rank r receives the sum over the ``piece(r)`` of all ranks.
+        """Sum ``piece(r)`` over all ranks, for each rank r. Return the sum for this rank.
 
         ``piece`` must return a new tensor, because the tensor is changed in place. The calls begin with the previous
         rank and end with this rank, and overlap with communication. ``meanwhile`` is called during the last transfer.

@@ -3,8 +3,7 @@
 The ranks of the group ``ep`` divide the experts. Tokens are sent to the ranks of the experts that chose them. A rank
 computes its experts' gradient from the tokens of all ranks of ``ep``.
 
-The ranks of the group ``ep_shard`` have the same experts and divide their weights. A called block gathers these
-weights.
+The ranks of the group ``ep_shard`` have the same experts and divide their weights. Calling a block gathers the weights.
 """
 
 import functools

@@ -82,7 +82,7 @@ class SideStream:
         self._held: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call ``work``, so that its kernels run on the side stream. They start after all kernels on the current stream
+        """Call ``work`` with its kernels on the side stream. They start after all kernels that the current stream has
         so far."""
         if self._stream is None:
             self._held.append(work)
@@ -238,7 +238,7 @@ class StreamedBlocks:
 
 
 def blocks_of(sizes: Sequence[int], count: int) -> tuple[int, int]:
-    """Return (bytes in host memory, bytes of the GPU buffers that hold a block each) if ``count`` blocks are streamed.
-    sizes: bytes of every block."""
+    """Return (bytes in host memory, bytes of the GPU's slots) for ``count`` streamed blocks. sizes: each block's
+    bytes."""
     streamed = [sizes[number] for number in spread_numbers(len(sizes), count)]
     return sum(streamed), min(AHEAD + 1, len(streamed)) * max(streamed)

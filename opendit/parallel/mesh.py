@@ -40,8 +40,8 @@ from opendit.parallel.collectives import Group
 
 logger = logging.getLogger(__name__)
 
-# In these groups, computation waits for communication. Communication must therefore not queue behind gradients. So
-# these groups have separate process groups, and high-priority streams on a GPU.
+# Computation waits for communication in these groups. So that messages do not queue behind gradients, these groups have
+# separate process groups, and high-priority streams on a GPU.
 PRIORITY = ("sp", "tp", "ep")
 
 
@@ -185,8 +185,8 @@ class Mesh:
 
     def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
         """Make the groups in which neighbouring ranks of a pipeline send to each other, in a circle if ``around``. Call
-        on all ranks. Return groups by (index of the first neighbour, True for messages to the next rank or False for
-        messages back)."""
+        on all ranks. Return groups by (index of the first neighbour, direction). The direction is True for messages to
+        the next rank, False for messages back."""
         pipelines, found = self.dims.groups("pp"), {}
         for place in range(self.pp_size if around else self.pp_size - 1):
             pairs = [[ranks[place], ranks[(place + 1) % self.pp_size]] for ranks in pipelines]
@@ -401,7 +401,7 @@ Result = TypeVar("Result")
 
 
 class ControlGroup:
-    """Gloo group of all ranks for one thread. Its messages neither wait for the GPU nor mix with training's
+    """Gloo group of all ranks for one thread's messages. The messages neither wait for the GPU nor mix with training's
     collectives. All ranks must build their control groups in the same order.
 
     Args:
@@ -435,8 +435,8 @@ class ControlGroup:
         return cast(Result, result)
 
     def start_largest(self, number: int) -> Callable[[], int]:
-        """Start to compute the largest ``number`` over all ranks. Return a function that waits and returns the result
-        on every rank."""
+        """Start to compute the maximum of ``number`` over all ranks. Return a function that waits and returns the
+        maximum on every rank."""
         if self._group is None:
             return lambda: number
         box = torch.tensor([number], dtype=torch.int32)

@@ -25,7 +25,7 @@ from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.muon import Muon
 from opendit.parallel.tensor import ReplicatedGradients
 
-# The values of Colossal-AI's scaler. So fp16 runs skip the same steps under all plugins.
+# Colossal-AI's values, so that fp16 runs skip the same steps under all plugins.
 INITIAL, GROWTH, BACKOFF, INTERVAL, HYSTERESIS = 2.0**16, 2.0, 0.5, 1000, 2
 LEAST, MOST = 1.0, 2.0**32
 
@@ -132,9 +132,9 @@ class OnePassAdamW:
     computes the gradients' norm. The second pass updates moments, masters, averages and working weights. The host does
     not wait.
 
-    adam: provides the settings in one parameter group, and the moments in its state. keys: the masters (fp32, 1-d or
-    contiguous), which are the state's keys. sizes: number of leading elements of each master to update; None for all.
-    working: copies of the masters in the precision of the forward pass.
+    adam: has the settings in one parameter group, and the moments in its state. keys: the masters (fp32, 1-d or
+    contiguous), keys of that state. sizes: number of leading elements of each master to update; None for all. working:
+    copies of the masters in the precision of the forward pass.
 
     Callers may set two attributes before the first step. counted: see :class:`FusedStep`. staged: host memory with the
     moments, to copy through the device.

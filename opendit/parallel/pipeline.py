@@ -373,7 +373,7 @@ def _part(name: str, model: DiT) -> str:
 
 
 def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Return those of ``names`` that all ranks of the pipeline have; none for an undivided model."""
+    """Return the ``names`` of tensors that all ranks of the pipeline have; none for an undivided model."""
     if getattr(model, "stages", None) is None:
         return frozenset()
     every = plan_of(cast(DiT, model).config).stages.every

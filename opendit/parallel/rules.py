@@ -125,8 +125,8 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Divide ``depth`` blocks into stages of neighbouring blocks, at least one each. The most expensive stage is as
-    cheap as possible. ``first`` and ``last`` are additional costs of these stages, in units of a block's cost. On a
-    tie, a later stage gets the block, because later stages store activations for fewer micro-batches."""
+    cheap as possible. first, last: additional costs of the first and last stage, in units of a block's cost. On a tie,
+    a later stage gets the block, because later stages store activations for fewer micro-batches."""
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
     work[-1] += last

@@ -59,8 +59,8 @@ from opendit.parallel.sequence.products import column_sums
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Argument of ``model.use(sequence=...)`` for a model that :func:`divide` has divided. ``sequence`` is sequence
-    parallelism over another group of ranks, or None. It divides the tokens before ``group`` does."""
+    """Argument of ``model.use(sequence=...)`` for a model that :func:`divide` has divided. sequence: sequence
+    parallelism over another group of ranks, or None. It divides the tokens first, then ``group`` divides them."""
 
     group: Group
     sequence: SequenceParallel | None = None
@@ -431,7 +431,8 @@ class ReplicatedGradients:
                 part.copy_(whole.view(part.shape))
 
     def total(self, square_sum: Tensor) -> Tensor:
-        """Sum ``square_sum`` over the groups, in place: a rank's sum of squares over ``counted`` gradients."""
+        """Sum ``square_sum`` over the groups, in place. square_sum: this rank's sum of squared ``counted``
+        gradients."""
         for group, _ in self._groups:
             dist.all_reduce(square_sum, group=group)
         return square_sum

@@ -173,9 +173,8 @@ class Engine(ABC):
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
-        """Run a backward pass and accumulate the gradients. It starts from the loss if ``gradient`` is None. On a
-        pipeline stage without a loss, ``loss`` is the stage's output. ``gradient`` is then the output's gradient times
-        the loss scale."""
+        """Run a backward pass from ``loss`` and accumulate the gradients. On a pipeline stage without a loss, pass the
+        stage's output, and as ``gradient`` the output's gradient times the loss scale."""
         if gradient is None:
             self.optimizer.backward(loss)
         else:
@@ -198,8 +197,8 @@ class Engine(ABC):
         return None
 
     def new_averages(self, count: int) -> list[dict[str, Tensor]]:
-        """Allocate ``count`` averages of the masters where this engine stores averages. An average has a shard of every
-        parameter."""
+        """Allocate ``count`` averages of the masters, in the memory that this engine uses for averages. Each average
+        has a shard of every parameter."""
         return [{name: torch.empty_like(part) for name, part in self.masters().items()} for _ in range(count)]
 
     def attach_averages(
