@@ -2,8 +2,8 @@
 
 In vDiT-XL/222, the patch is (frames, rows, columns). This module does not import torch.
 
-To add an architecture, write its configuration and network classes, and a cost plan if the specification of its blocks
-does not determine one. Then add a row to ``CLASSES`` in ``opendit/models/zoo.py`` and one to :data:`KINDS`. The
+To add an architecture, write its configuration and network classes. If the blocks' specification does not determine the
+costs, also write a cost plan. Then add a row to ``CLASSES`` in ``opendit/models/zoo.py`` and one to :data:`KINDS`. The
 configuration's ``kind`` is the row's key in lower case without dashes.
 """
 
@@ -18,12 +18,12 @@ from opendit.common.utils import shown
 from opendit.config.flags import Setting, nearest
 
 RUN_CONFIG = "config.json"
-CLIP_FRAMES = 17  # default frames of a clip: the number closest to 16 that is 4 k + 1 and 8 k + 1, as VAEs need
+CLIP_FRAMES = 17  # default frames of a clip; VAEs need 4 k + 1 or 8 k + 1 frames
 
 
 class Public(NamedTuple):
-    """A family of public models: its network class in diffusers, patch size, and usual picture side in pixels. Families
-    with the same class differ in ``guidance_embeds`` of ``config.json``."""
+    """A family of public models: its class in diffusers, patch size, and usual picture side in pixels. Two families may
+    share a class. They then differ in ``guidance_embeds`` of ``config.json``."""
 
     network: str
     patch: int | tuple[int, int, int]
@@ -48,7 +48,7 @@ PUBLIC = {
     "cosmos2": Public("CosmosTransformer3DModel", 2, 768),
 }
 
-# Classes of networks and pipelines of diffusers that are not supported, and why. Other unknown classes have no reason.
+# Classes of diffusers that are not supported, and why. Unknown classes that are not listed have no reason.
 UNSUPPORTED = {
     "ChromaTransformer2DModel": "one network makes the modulation of all blocks of Chroma",
     "CogVideoXTransformer3DModel": "CogVideoX is not a flow-matching model",
@@ -76,8 +76,7 @@ UNSUPPORTED = {
 
 
 def unsupported(folder: str | Path) -> str | None:
-    """Return why a diffusers folder's model is not supported, or None. The line begins with the file that names the
-    model's class."""
+    """Return why a diffusers folder's model is not supported, or None. The line begins with a file's name."""
     names = ("model_index.json", "transformer/config.json", "unet/config.json", "config.json")
     for path in (Path(folder).expanduser() / name for name in names):
         name = _read(path).get("_class_name")
@@ -96,7 +95,7 @@ def family_in(name: str) -> str | None:
 
 
 def name_of_folder(path: str | Path) -> str | None:
-    """Return FAMILY/FOLDER of the public model in a diffusers folder, a run or a checkpoint; None if there is none."""
+    """Return FAMILY/FOLDER of the public model in a diffusers folder, a run or a checkpoint, or None."""
     folder = Path(path).expanduser()
     for inside in (folder / "transformer" / "config.json", folder / "config.json"):
         config = _read(inside)
@@ -123,8 +122,7 @@ def downscale_of_vae(vae: str) -> int | None:
 
 
 def commit_of_run(path: str | Path, name: str) -> str | None:
-    """Return the hub commit of the model OWNER/NAME that a run started from, or None. path: the run or one of its
-    checkpoints."""
+    """Return the hub commit of the model OWNER/NAME that a run started from, or None. path: a run or checkpoint."""
     folder, asked = Path(path).expanduser(), on_hub(name)
     if asked is None:
         return None
@@ -144,11 +142,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
-NORMS = ("layer", "rms")  # choices of the norm before every branch of a block
+NORMS = ("layer", "rms")  # norms before every branch of a block
 MLP_KINDS = ("gelu", "swiglu")
 # Size -> hidden size, depth, heads. Ti is for the embedded demo and tests. S to XL are from the DiT paper (Peebles &
-# Xie 2023, table 1). 7B is DiT7BConfig in the first NVIDIA NeMo releases with DiT; a later release changed DiT7BConfig
-# to Cosmos' size, 4096 x 28 x 32. 28B is from NeMo's table of training speeds.
+# Xie 2023, table 1). 7B and 28B are NeMo's. Later NeMo releases changed DiT7BConfig to 4096 x 28 x 32, Cosmos' size.
 SIZES = {
     "Ti": (128, 4, 4),
     "S": (384, 12, 6),
@@ -170,7 +167,7 @@ class Kind:
     Attributes:
         sizes: name -> (hidden size, depth, heads, other fields of the configuration).
         patches: common patches, to show in lists of models.
-        pictures: True if there are picture models. The patch of a picture model is one number.
+        pictures: True if there are picture models. A picture model's patch is one number.
         cross_attention: True if the model attends to captions even without --cross_attention.
         revision_1: size -> fields that differ in configurations of revision 1.
         settings: flags for configuration fields that only this architecture has.

@@ -1,7 +1,7 @@
 """Checks of flag values.
 
-Every check raises ValueError with the flag and the fix. If the mistake may exist on one machine only, such as a missing
-file, the check raises the subclass OnThisMachine.
+Every check raises ValueError with the flag and the fix. OnThisMachine, a subclass, is raised if the mistake may exist
+on one machine only, such as a missing file.
 """
 
 import difflib
@@ -17,16 +17,13 @@ from opendit.common.safe_files import LinkRefused, refuse_links
 from opendit.config.console import OnThisMachine
 from opendit.config.names import check_address, inline_sources, is_address, named_sources
 
-MOST_NAMES = 10_000  # maximum number of folder entries to compare with a mistyped name
+MOST_NAMES = 10_000  # folder entries to compare with a mistyped name, at most
 VAES = ("ema", "mse", "none")  # names for --vae; all other values are folders
 
 
 def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[str, list[str]]:
-    """Return the precision to use, and notes to print.
-
-    Without a GPU, a default half precision becomes fp32. If the user asked for it, fp16 is an error, and bf16 is
-    allowed but slow.
-    """
+    """Return the precision to use, and notes to print. Without a GPU, a default half precision becomes fp32. If the
+    user asked for fp16, raise an error. If the user asked for bf16, warn that it is slow."""
     if has_gpu or precision == "fp32" or (precision == "bf16" and asked_for):
         return precision, []
     if asked_for:
@@ -79,8 +76,8 @@ def check_no_folder(file: str, flag_name: str) -> None:
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Check that an output file can be written, and is no folder or link. With ``makes_folder``, a folder above the
-    file may be missing."""
+    """Check that an output file can be written, and is no folder or link. ``makes_folder``: its folder may be
+    missing."""
     check_no_folder(file, flag_name)
     path = Path(file)
     try:
@@ -109,11 +106,10 @@ def check_can_be_made(folder: Path, flag_name: str) -> None:
 
 
 def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = ()) -> None:
-    """Check that a path exists. what: allowed values, for the message. names: words that the flag also accepts; the
-    message may suggest one."""
+    """Check that a path exists. what: allowed values, for the message. names: words that the flag accepts instead."""
     try:
         there = Path(path).expanduser().exists()
-    except (OSError, RuntimeError) as error:  # for example a name that is too long, or ~ of an unknown user
+    except (OSError, RuntimeError) as error:  # a name that is too long, or ~ of an unknown user
         raise OnThisMachine(f"{flag_name} {path}: can't be looked for ({_reason(error)}); give {what}") from error
     if not there:
         raise OnThisMachine(f"{flag_name} {path}: doesn't exist; {_suggestion(path, names)}give {what}")
@@ -136,8 +132,8 @@ def fetched(name: str, flag_name: str, download: bool, commit: str | None = None
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
-    """Check that ``path`` may hold weights: a file that looks like weights, a folder with weights or checkpoints, or,
-    with ``pipeline``, a diffusers folder."""
+    """Check that ``path`` may hold weights: a file of that form, or a folder with weights or checkpoints. With
+    ``pipeline``, a diffusers folder is also accepted."""
     what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
     try:
         check_exists(path, flag_name, what)
@@ -169,7 +165,6 @@ def check_lora_weight(path: object, weight: float) -> None:
 
 
 def _may_hold_weights(path: Path) -> bool:
-    """Return False if ``path`` is a file and neither name nor first bytes suggest weights."""
     if not path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".json"):
         return True
     with open(path, "rb") as file:
@@ -200,7 +195,7 @@ def check_file(path: str, flag_name: str, what: str) -> None:
 
 
 def _suggestion(path: str, known: Collection[str]) -> str:
-    """Return "did you mean NAME? Or " with a similar name from ``known`` or the path's folder, or "" without one."""
+    """Return "did you mean NAME? Or " with a similar known name or folder entry; "" if there is none."""
     wanted = Path(path).expanduser()
     try:
         with os.scandir(wanted.parent) as found:

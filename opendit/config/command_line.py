@@ -26,8 +26,7 @@ from opendit.config.console import name_of, print_error, should_print
 from opendit.config.flags import Value, default_of, flags_of, headings_of, nearest, scalar_type, show, value_of
 from opendit.config.recipes import find_recipe, listing
 
-# Our flags -> equivalent flags of other programs. If a key lists several of our flags, the first one that the running
-# program has is suggested.
+# Our flags -> equivalent flags of other programs. The first of our flags that the program has is suggested.
 _OURS = {
     "--ckpt --pretrained": "checkpoint checkpoint_path ckpt_path",
     "--pretrained --ckpt": "base_model base_model_path model_id model_name_or_path model_path pretrained_model "
@@ -109,8 +108,8 @@ def counterpart(name: str, flags: Collection[str]) -> str | None:
 
 
 LEFT = 30  # columns to the left of a flag's description
-WIDTHS = (80, 120)  # minimum and maximum line length; between them, the terminal's width is used
-STARTS = ("python ", "opendit ", "torchrun ")  # words with which an example command begins
+WIDTHS = (80, 120)  # least and largest line length; the terminal's width is used in between
+STARTS = ("python ", "opendit ", "torchrun ")  # first words of an example command
 COMMAND = re.compile(rf"\s*({'|'.join(STARTS)})")
 REQUIRED = "(required)"
 SWITCH_NOTE = "--[no_]x: --x switches x on, --no_x off. In brackets: the default."
@@ -118,12 +117,12 @@ SWITCH_NOTE = "--[no_]x: --x switches x on, --no_x off. In brackets: the default
 
 @dataclass(frozen=True)
 class HelpEntry:
-    """Description of a flag, positional argument or command in --help.
+    """A flag, positional argument or command in --help.
 
     Attributes:
         written: form on a command line, with the value's placeholder.
         values: range and default.
-        common: show the entry in the short help, with this text, or with the first clause of ``about`` if True.
+        common: text for the short help; True for the first clause of ``about``, False to leave the entry out.
     """
 
     name: str
@@ -237,7 +236,7 @@ def about_of(doc: str) -> str:
 
 
 def started_as(program: str, example: str) -> str:
-    """Rewrite an example as the program was started: ``opendit train`` instead of ``python train.py``."""
+    """Rewrite an example to the form in which the program was started, such as ``opendit train``."""
     if not program.startswith("opendit "):
         return example
     example = re.sub(r"python (train|sample|preprocess)\.py", r"opendit \1", example)
@@ -258,20 +257,20 @@ def _topic(topic: str, sections: Sequence[Section], width: int) -> list[str]:
     raise ValueError(f"--help {topic}: no such heading or flag; did you mean {nearest(wanted, known)}?")
 
 
-# Flags that concern how a run starts, not what it trains. Setting them does not count as changing a recipe.
+# Flags about a run's start, not about its training. Setting them does not change a recipe.
 NO_CHANGE = {"recipe", "config", "dry_run", "outputs", "load"}
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser that, on a mistake, prints one line with the flag and the fix, and ends the program with exit code 2.
+    """A parser that prints one line about a mistake, with the flag and the fix, and ends with exit code 2.
 
-    If several ranks see a mistake, only the first prints the line. In --help, every flag belongs to a heading.
+    Only the first of several ranks prints the line. In --help, every flag belongs to a heading.
 
     Args:
         doc: the program's docstring. Its commands are the examples of --help if ``examples`` is None.
 
     Attributes:
-        arguments: (action, allowed values) of every flag and positional argument that takes a value.
+        arguments: (action, allowed values) of every flag and positional argument with a value.
         commands: the parsers of subcommands.
         defaults: the default of every flag. argparse's result contains only the flags on the command line.
         source: prefix of errors about arguments that come from a file.
@@ -282,7 +281,7 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(prog, **options)
         self.examples = examples_of(doc) if examples is None else examples
         self.add_argument("--help", action=_Help, nargs="?", default=argparse.SUPPRESS, help="show this and end")
-        # No flag begins with a single dash. A word with one is a value: -inf, a folder's name, a negative number.
+        # A word with a single dash is a value, such as -inf or a negative number, because all flags have two dashes.
         self._negative_number_matcher = re.compile("-[^-]")
         self.arguments: list[tuple[argparse.Action, Value]] = []
         self.commands: dict[str, CommandLine] = {}
@@ -343,7 +342,7 @@ class CommandLine(argparse.ArgumentParser):
         self.sections[-1].entries.append(shown)
 
     def format_help(self, topic: str | None = None) -> str:
-        """Return the text of --help for "all", a heading, a flag or a subcommand, or the short help for None. Raises
+        """Return the text of --help for "all", a heading, a flag or a subcommand; the short help for None. Raises
         ValueError for an unknown topic."""
         if topic in self.commands:
             return self.commands[topic].format_help("all")
@@ -394,10 +393,8 @@ class CommandLine(argparse.ArgumentParser):
                 print(f"note: {self.source}{note}", flush=True)
 
     def _repeated(self, words: list[str]) -> Iterator[str]:
-        """Yield a note for each flag that is repeated with another value, or as its opposite.
-
-        A repeated flag is no error: users override a script's flags by adding flags.
-        """
+        """Yield a note for each flag that is repeated with another value, or as its opposite. A repeated flag is no
+        error, because users add flags to a script to override its flags."""
         before: dict[str, list[str]] = {}
         starts = [place for place, word in enumerate(words) if word.startswith("--")]
         for start, stop in itertools.pairwise([*starts, len(words)]):
@@ -432,7 +429,7 @@ class CommandLine(argparse.ArgumentParser):
         if should_print(error):
             print_error(f"{self.source}{error}" if self.source else error)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
-            # torchrun ends all processes when one ends, so wait until the first rank has printed the error
+            # torchrun ends all processes when one ends, so let the first rank print
             time.sleep(5)
         self.exit(2)
 
@@ -447,8 +444,7 @@ class CommandLine(argparse.ArgumentParser):
         return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _suggest(self, word: str) -> str:
-        """Return a message about an unknown flag. It suggests the counterpart in ``_OURS``, or the most similar flag.
-        ``optim.lr=1e-4`` is recognised as a flag too."""
+        """Return a message about an unknown flag such as ``optim.lr=1e-4``, with a similar or equivalent flag."""
         flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
         if not word.startswith("-") and not equals:
@@ -464,7 +460,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def underscored(word: str) -> str:
-    """Convert --data-path=x-y to --data_path=x-y. Other words are not changed."""
+    """Convert --data-path=x-y to --data_path=x-y. Other words do not change."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -485,7 +481,7 @@ class _OneOrMore(argparse.Action):
     """Argparse action that stores several values as a list, and a single value without a list."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        assert values  # nargs "+" guarantees at least one value
+        assert values  # nargs "+" guarantees a value
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
@@ -536,11 +532,8 @@ def read_flags(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def parse(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line into a configuration.
-
-    The configuration's ``given`` names the flags from the command line and the --config file, but not the recipe's.
-    ``--recipe list`` prints the recipes and ends the program.
-    """
+    """Parse a command line into a configuration. The field ``given`` names the user's flags, also from the --config
+    file, but not the recipe's. ``--recipe list`` prints the recipes and ends the program."""
     parser = build_parser(cls)
     values = _values(parser, argv)
     if (file := values.get("config")) is not None:
@@ -573,7 +566,7 @@ def _parser_of(cls: type[ProgramFlags], name: str) -> CommandLine:
         for item in items:
             _add(parser, item)
     if any(item.name == "recipe" for item in flags_of(cls)):
-        # nemo_run asks before it starts a run, unless the command line contains --yes. Accept --yes and ignore it.
+        # nemo_run takes --yes to start without a question. Accept and ignore the flag.
         parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
@@ -602,7 +595,7 @@ def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:
 
 def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str, Any]:
     """Return the flag values in a YAML file. Its keys are flag names."""
-    from opendit.common.yaml_file import read_yaml  # imported here, because few command lines need this
+    from opendit.common.yaml_file import read_yaml  # few command lines need this import
 
     parser.source = f"--config {file}: "
     try:
@@ -620,7 +613,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
             if not isinstance(value, bool):
                 parser.fail(f"{key} {show(value)}: a switch; give true or false")
             words.append(f"--{name}" if value else f"--no_{name}")
-        elif value is not None:  # null in the file keeps the flag's default
+        elif value is not None:  # null keeps the flag's default
             several = value if isinstance(value, list) else [value]
             words += [f"--{name}", *(repr(each) if isinstance(each, float) else str(each) for each in several)]
     values = _values(parser, words)

@@ -59,9 +59,8 @@ TAKES = "FIRST:LAST:SHARE or FIRST:LAST:SHARE:sprint, as in 2:8:0.5: blocks from
 class TokenRoute:
     """A ``share`` of each sample's tokens skips blocks ``first`` to ``last`` - 1, counted from 0.
 
-    fused: fuse the tokens before and after these blocks (SPRINT), or not (TREAD). until: step from which on no token
-    skips blocks; None for never. drop: with ``fused``, fraction of a training step's samples that drop the result of
-    these blocks.
+    fused: True to fuse the tokens before and after these blocks (SPRINT; False is TREAD). until: first step without a
+    route, or None. drop: with ``fused``, fraction of a training step's samples that drop these blocks' result.
     """
 
     first: int
@@ -72,7 +71,7 @@ class TokenRoute:
     drop: float = 0.0
 
     def kept(self, tokens: int) -> int:
-        """Return how many of a sample's tokens the routed blocks see; at least one."""
+        """Return how many of a sample's tokens the routed blocks see, at least one."""
         return max(1, round(tokens * (1 - self.share)))
 
 
@@ -106,7 +105,7 @@ def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
     return make_dataclass(f"{title}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
 
 
-FLOWS = "flow", "meanflow"  # objectives with a separate heading for their settings in --help
+FLOWS = "flow", "meanflow"  # objectives with a heading for their settings in --help
 
 
 def _settings_of(*objectives: str) -> Iterable[Setting]:
@@ -335,7 +334,7 @@ class RoutingFlags(Flags):
     route_drop: float = flag(0.1, "sprint: share of samples without the result of these blocks", **SHARE)
 
 
-CACHED_FEATURES = "cached"  # value of --repa: the features that are stored with cached latents
+CACHED_FEATURES = "cached"  # value of --repa: features stored with cached latents
 
 
 @dataclass(frozen=True)
@@ -399,11 +398,11 @@ class BatchFlags(Flags):
 
     @property
     def tokens(self) -> int | None:
-        """The value of --pack_tokens or --bucket_tokens. None if --batch_size counts samples."""
+        """Value of --pack_tokens or --bucket_tokens. None if --batch_size counts samples."""
         return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
-MOST_WIDTH = 0.28  # largest relative width of a power average; at 0.289 its weights would be uniform
+MOST_WIDTH = 0.28  # largest relative width of a power average; at 0.289, all weights are equal
 
 
 def power_widths(text: str) -> list[float]:
@@ -595,8 +594,7 @@ class SpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class ParallelFlags(Flags):
-    """Flags that split one sample over processes, in training and sampling. A configuration needs :class:`SpeedFlags`
-    too."""
+    """Flags that split one sample over processes. A configuration needs :class:`SpeedFlags` too."""
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
@@ -739,7 +737,7 @@ class ValidationFlags(Flags):
 
 @dataclass(frozen=True)
 class EvaluationFlags(Flags):
-    """Flags that measure the quality of samples of the EMA weights during a run."""
+    """Flags that measure the quality of the EMA weights' samples during a run."""
 
     group: ClassVar[str] = "Evaluation: how good samples of the EMA weights are"
 

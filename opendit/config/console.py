@@ -1,7 +1,7 @@
 """Set up standard output and standard error.
 
 A program continues if a stream can't encode a character, a disk is full or a pipe is closed. One process prints a
-mistake, as one line with the flag, its value, the reason and the fix.
+mistake, as one line with the flag, the value, the reason and the fix.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-PATIENCE_S = 10.0  # seconds to wait for a stream that accepts no output, such as a full non-blocking pipe
-LONGEST = 400  # maximum number of characters shown of a message
+PATIENCE_S = 10.0  # seconds to wait for a stream without room, such as a full non-blocking pipe
+LONGEST = 400  # characters of a message that are shown, at most
 
 
 class OnThisMachine(ValueError):
@@ -44,10 +44,10 @@ def one_line(message: str) -> str:
 def prepare_console() -> None:
     """Prepare both streams. Every program calls this first.
 
-    Characters that a stream can't encode are written as escapes. Output is dropped if a disk is full or a pipe is
-    closed. The null device replaces a closed stream, so that no other file gets the stream's descriptor. Every complete
-    line is written at once, to files too. The package's log records from level INFO on go to standard output, above any
-    progress bar.
+    Characters that a stream can't encode are escaped. Output is dropped if a disk is full or a pipe is closed. The null
+    device replaces a closed stream, because the next opened file would otherwise get its descriptor. Lines are written
+    as soon as they are complete. The package's log records from level INFO on go to standard output, above any progress
+    bar.
     """
     for descriptor in (0, 1, 2):
         _open_if_closed(descriptor)
@@ -59,7 +59,7 @@ def prepare_console() -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
             setattr(sys, name, _stream(descriptor, stream.encoding))
-        elif hasattr(stream, "reconfigure"):  # tests, for example, replace streams by objects without ``reconfigure``
+        elif hasattr(stream, "reconfigure"):  # tests replace streams by objects without ``reconfigure``
             stream.reconfigure(errors="backslashreplace")
     answer_interrupts()
     logger = logging.getLogger("opendit")
@@ -81,15 +81,13 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 class _AboveProgressBar(logging.Handler):
-    """Prints log records above a progress bar."""
-
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # imported late, so that an error about a flag appears without waiting for this import
+        from tqdm import tqdm  # imported late, so that errors about flags appear at once
 
         tqdm.write(self.format(record))
 
 
-_commands: list[str] = []  # the commands of ``opendit`` that are running, innermost last
+_commands: list[str] = []  # running commands of ``opendit``, innermost last
 
 
 @contextlib.contextmanager
@@ -137,8 +135,7 @@ def _stream(descriptor: int, encoding: str) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.RawIOBase):
-    """Descriptor that drops output it can't write. Standard output's first failure is reported, except a closed
-    pipe."""
+    """Descriptor that drops output that it can't write, and reports standard output's first failure."""
 
     def __init__(self, descriptor: int):
         self._descriptor, self._reported = descriptor, False
@@ -170,7 +167,7 @@ class _Descriptor(io.RawIOBase):
             return len(data)
 
     def _report(self, error: OSError) -> None:
-        # Report only the first error of standard output. A closed pipe is no error.
+        # A closed pipe is no error.
         if self._reported or error.errno == errno.EPIPE or self._descriptor != 1:
             return
         self._reported = True

@@ -225,7 +225,7 @@ class EvaluateConfig(
         )
         found = []
         for count, scale in itertools.product(steps, scales):
-            # In a sweep, scale 1 means no guidance. Flags that change guidance would then be rejected, so drop them.
+            # In a sweep, scale 1 means no guidance. Drop flags that change guidance; they would be rejected.
             given = self.given - GUIDING if scale == 1 and len(scales) > 1 else self.given
             found.append(replace(self, num_sampling_steps=count, cfg_scale=scale, given=given))
         return found

@@ -1,7 +1,7 @@
 """Declare flags and their allowed values.
 
-A configuration is a frozen dataclass that inherits from components. A component is a subclass of :class:`Flags`. Its
-fields, made by :func:`flag`, are flags on one subject.
+A configuration is a frozen dataclass that inherits from components. A component is a subclass of :class:`Flags`. A
+component's fields, made by :func:`flag`, are flags on one subject.
 """
 
 import argparse
@@ -25,8 +25,7 @@ def between(at_least: float, at_most: float, unit: str) -> Bounds:
     return {"at_least": at_least, "at_most": at_most, "unit": unit}
 
 
-# Bounds that several flags share. They exclude only values so large that a run would crash before it could report the
-# mistake.
+# Bounds that several flags share. They exclude values with which a run would crash before it could report the mistake.
 COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
 FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
 ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # up to about the largest fp32 number
@@ -37,9 +36,9 @@ SIDE: Bounds = between(1, 16_384, "pixels")
 FRAMES: Bounds = between(1, 16_384, "frames")
 FPS: Bounds = {"above": 0, "at_most": 1000, "unit": "rate"}  # frames per second
 WORKERS: Bounds = between(0, 256, "processes")
-# seeds that both torch's generators and the kernels' random numbers support
+# supported by torch's generators and by the kernels' random numbers
 SEED: Bounds = between(0, 2**63 - 1, "seed")
-# upper bound: ddpm's models have 1,000 noise levels
+# 1,000: the number of noise levels of ddpm's models
 SAMPLING_STEPS: Bounds = between(1, 1000, "steps")
 GUIDANCE: Bounds = between(0, 1000, "scale")
 
@@ -101,7 +100,7 @@ class Value:
         return None if fits else f"out of range; give {self.describe()}"
 
     def describe(self) -> str:
-        """Describe the allowed values: "a whole number from 1 to 16,384", "a number above 0 and at most 100"."""
+        """Describe the allowed values, for example "a whole number from 1 to 16,384"."""
         if self.kind is str:
             return "one of " + ", ".join(self.choices) if self.choices else "text"
         return f"a {NUMBERS[self.kind]} {self._bounds()}".strip()
@@ -123,7 +122,7 @@ class Value:
         return None if self.kind is str else "NUMBER"
 
     def allowed(self) -> str:
-        """Return the range or the words as --help shows them: "1 to 16,384", "above 0", "zero2, ddp"; "" for text."""
+        """Return the range or the words as in --help: "1 to 16,384", "above 0", "zero2, ddp"; "" for text."""
         if self.choices is not None:
             return ", ".join(self.choices)
         if self.kind is str:
@@ -141,14 +140,14 @@ def one_of(choices: tuple[str, ...]) -> Value:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.0) -> str:
-    """Return the name that is most similar to ``name``, ignoring case; "" if none reaches ``cutoff``, from 0 to 1."""
+    """Return the name most similar to ``name``, ignoring case; "" if no similarity reaches ``cutoff``, 0 to 1."""
     spelled = {valid.lower(): valid for valid in names}
     found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=cutoff)
     return spelled[found[0]] if found else ""
 
 
 def show(value: Any) -> str:
-    """Format a value for a message: unchanged, or in quotes if it is empty or blank."""
+    """Format a value for a message, in quotes if it is empty or blank."""
     return str(value) if str(value).strip() else repr(value)
 
 
@@ -160,12 +159,11 @@ def _problem_of_name(name: str) -> str | None:
 
 
 def _number(kind: type[Any], text: str) -> int | float | None:
-    """Convert text to a number, or return None. Unlike int() and float(), reject 1_000, spaces and other scripts'
-    digits."""
+    """Convert text to a number, or return None. Rejects 1_000, spaces and other scripts' digits."""
     if kind is int:
         return int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
     try:
-        # Adding 0.0 turns -0.0 into 0.0.
+        # adding 0.0 turns -0.0 into 0.0
         return float(text) + 0.0 if text.isascii() and not re.search(r"[_\s]", text) else None
     except ValueError:
         return None
@@ -195,7 +193,7 @@ class Flags:
 
     Attributes:
         group: heading of the component's flags in --help, as "Title: subject".
-        given: names of all flags that the user has set, including flags of other components.
+        given: names of the flags that the user has set, in all components.
     """
 
     group: ClassVar[str]
@@ -238,7 +236,7 @@ def flags_of(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """Return heading -> flags, as --help shows them. Components with equal titles share the first one's heading."""
+    """Return heading -> flags, as --help shows them. Components with equal titles share the first's heading."""
     of, titles, groups = _components(cls), {}, {}
     for item in flags_of(cls):
         heading = titles.setdefault(of[item.name].group.partition(":")[0], of[item.name].group)
@@ -275,7 +273,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def check_values(config: Any) -> None:
-    """Raise ValueError for the first flag with a value out of range, even if a recipe sets that value."""
+    """Raise ValueError for the first flag with a value out of range, also if a recipe sets the value."""
     for item in flags_of(type(config)):
         takes, found = value_of(item), getattr(config, item.name)
         if takes is None or found is None:
@@ -286,10 +284,8 @@ def check_values(config: Any) -> None:
 
 
 def check_unused(config: Any, unused: dict[str, str]) -> list[str]:
-    """Reject flags that have no effect. unused: flag -> reason, such as "does nothing without --lora".
-
-    Raises ValueError for the first such flag that the user gave. Return a note for each that a recipe sets.
-    """
+    """Reject flags without effect. unused: flag -> reason, such as "does nothing without --lora". Raises ValueError for
+    the first such flag from the user. Return a note for each from a recipe."""
     off = {name for name in unused if getattr(config, name, None) is False}
     reject_unused(config.given, unused, off)
     defaults = {item.name: default_of(item) for item in flags_of(type(config))}

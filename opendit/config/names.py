@@ -27,8 +27,8 @@ SHIFT: Bounds = between(0.01, 100, "factor")
 
 @dataclass(frozen=True)
 class ObjectiveDescription:
-    """Description of an objective. predicts: the network's output. sampler: the default sampler. settings: the flag for
-    each field of the objective that a flag sets."""
+    """Description of an objective. predicts: the network's output. sampler: the default sampler. settings: flags that
+    set fields of the objective."""
 
     predicts: str
     sampler: str
@@ -156,12 +156,12 @@ RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
 BASE_PRECISIONS = ("bf16", "fp8", "int8", "nf4")
 OFFLOAD = ("none", "average", "state")  # values of --offload with --plugin fsdp
-BLOCKS = "blocks"  # value of --offload: keep all blocks, or N of them (blocks:N), in host memory
+BLOCKS = "blocks"  # value of --offload: all blocks, or N of them (blocks:N), in host memory
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # types with an attention kernel for one part of the keys at a time
-AXIAL = "axial"  # type for models without attention to all tokens (opendit/parallel/sequence/axial.py)
+OWN_ATTENTION = ("ring", "usp")  # types with attention over some keys at a time
+AXIAL = "axial"  # type for models without attention to all tokens
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
-        # Gemini does not shard frozen weights, so with LoRA it would need as much memory as zero2.
+        # Gemini does not shard frozen weights, so a LoRA would take as much memory as with zero2.
         rejects=frozenset({"fp8", "lora", "adamw8bit", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
@@ -217,11 +217,11 @@ def check_precision(plugin: str, precision: str) -> None:
 TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # kernels in torch
 PACKAGE = "flash_attn"  # the FlashAttention package
 ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
-# value of --recompute: recompute each block in the backward pass, except for its attention
+# value of --recompute: each block in the backward pass, except for its attention
 BUT_ATTENTION = "but_attention"
 RECOMPUTE = ("none", "norms", "cheap", "half", "mlp", BUT_ATTENTION)
 
-# Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss. All other metrics measure samples.
+# Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss; others measure samples.
 BEST = {
     "val_loss": True,
     "fid": True,
@@ -237,13 +237,13 @@ BEST = {
     "direction": False,
 }
 CHECKPOINT_FORMATS = ("auto", "whole", "sharded")
-# Suffixes of the file that identifies stored weights: a file with all tensors, an index of ranks' shards, or an index
-# of several files as in ``transformers`` and ``diffusers``.
+# Suffixes of the file that identifies stored weights: all tensors, an index of ranks' shards, or an index of several
+# files as in ``transformers``.
 WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 
 
 class Needs(NamedTuple):
-    """Requirements of a metric: features, and the kind of reference ("statistics", "features" or None)."""
+    """A metric's requirements: features, and the kind of reference ("statistics", "features" or None)."""
 
     features: str
     reference: str | None
@@ -263,28 +263,28 @@ METRICS = {
     "copies": Needs("nearest", None, "share of copies of training digits (--features digits)"),
     "clip_score": Needs("caption", None, "how well samples fit their captions"),
 }
-DIGITS = "digits"  # name of the built-in digits, both as a reference and as a network of features
+DIGITS = "digits"  # the built-in digits, as a reference and as a network of features
 RESIZES = ("tf", "torch", "clean")
 FEATURE_PRECISIONS = ("fp32", "tf32")
 LABELS = ("balanced", "drawn")
 
-FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of latents in tar files of other programs
-MOCK, PYTHON = "mock", "python"  # names of the source of random latents, and of a data set passed to opendit.train
+FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # latents in other programs' tar files
+MOCK, PYTHON = "mock", "python"  # random latents, and a data set passed to opendit.train
 ADDRESSES = "latents"  # the source that reads URLs
 ENERGON, BLENDS = "energon_source", "blend"
-TABLES = "pictures_and_clips"  # reads tables and any other folder, and is therefore tried last
-_WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
+TABLES = "pictures_and_clips"  # reads tables and any other folder, so it is tried last
+_WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses without a bucket
 
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """A data source. name: its word for ``--data_path``, or None if files identify the source. takes: what it reads."""
+    """A data source. name: word for ``--data_path``, or None if files identify the source. takes: what it reads."""
 
     name: str | None
     takes: str
 
 
-# Keys are modules of opendit.data. Sources other than TABLES are tried in this order.
+# Keys are modules of opendit.data, in the order in which they are tried. TABLES is tried last.
 SOURCES = {
     TABLES: SourceDescription(
         None, "a CSV, .jsonl or .parquet of captioned media, a folder of pictures or of such media"
@@ -317,7 +317,7 @@ def check_address(address: str, flag: str = "--data_path") -> None:
     if kind in ("http", "https"):
         try:
             parts = urlsplit(address)
-            host, _ = parts.hostname, parts.port  # these properties raise an error if the address is invalid
+            host, _ = parts.hostname, parts.port  # raise an error if the address is invalid
         except ValueError as error:
             raise ValueError(f"{shown}: is no address ({error}); give {kind}://HOST/FOLDER") from error
         if not host or not host.strip("."):
@@ -327,7 +327,7 @@ def check_address(address: str, flag: str = "--data_path") -> None:
 
 
 def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
-    """Return (path, weight) of every source in ``A:0.7,B:0.3``; None for any other form, or for an existing file."""
+    """Return the (path, weight) pairs in ``A:0.7,B:0.3``; None for any other form, or for an existing file."""
     found = [re.fullmatch(r"\s*(.+):([-+.0-9eE]+)\s*", part) for part in data_path.split(",")]
     sources = [one for one in found if one is not None]
     if len(found) < 2 or len(sources) < len(found) or os.path.exists(data_path):
@@ -336,10 +336,8 @@ def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
 
 
 def check_inline(data_path: str, flag: str = "--data_path") -> None:
-    """Check a blend such as ``A:0.7,B:0.3``. Any other string, and any existing path, is accepted unchecked.
-
-    Raises ValueError if a source has no weight above 0, appears twice, is ``mock``, or is itself a blend.
-    """
+    """Check a blend such as ``A:0.7,B:0.3``. Other strings and existing paths are accepted unchecked. Raises ValueError
+    if a source has no weight above 0, appears twice, is ``mock``, or is itself a blend."""
     parts = [part.strip() for part in data_path.split(",")]
     found = [re.fullmatch(r"(.+):([^/:]*)", part) for part in parts]
     if len(parts) < 2 or os.path.exists(data_path) or not any(one and _is_number(one[2]) for one in found):

@@ -15,7 +15,7 @@ from opendit.config.names import BLOCKS
 
 @dataclass(frozen=True)
 class Place:
-    """A process's rank in the run, its rank on the machine, the number of processes, and rank 0's address and port."""
+    """A process's rank in the run and on the machine, the number of processes, and rank 0's address and port."""
 
     rank: int = 0
     world_size: int = 1
@@ -84,8 +84,8 @@ VIEWS = {  # group name -> mesh axes that the group spans
 class ParallelDims:
     """Sizes of the parallel groups. In the order of ranks, ``pp`` is outermost and ``tp`` innermost.
 
-    Groups are named as in AXES and VIEWS, or ``ep``, or ``ep_shard``: ranks within dp_shard x sp x tp with the same
-    experts. Raises ValueError if a size is below 1, or ep does not divide dp_shard x sp x tp.
+    Groups are named as in AXES and VIEWS. There are two more: ``ep``, and ``ep_shard`` for ranks with equal experts.
+    Raises ValueError if a size is below 1, or ep does not divide dp_shard x sp x tp.
 
     Attributes:
         pp: pipeline stages.
@@ -114,7 +114,7 @@ class ParallelDims:
 
     @classmethod
     def fill(cls, world_size: int, **sizes: int) -> "ParallelDims":
-        """Return a mesh with these sizes, and all remaining ranks in dp_shard. Raises ValueError."""
+        """Return a mesh with these sizes. All remaining ranks are in dp_shard. Raises ValueError."""
         rest = cls(**{**sizes, "ep": 1})
         if world_size % rest.world_size:
             raise ValueError(f"the parallel sizes {rest} do not divide the {world_size} processes")
@@ -144,7 +144,7 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the rank grid, outermost first, and the axes that groups called ``name`` span."""
+        """Return the sizes of the rank grid, outermost first, and the axes of groups called ``name``."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
             return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)
@@ -158,7 +158,7 @@ class ParallelDims:
 
 
 def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
-    """Return groups of ranks that differ only along ``axes``. Ranks are numbered with the last axis innermost."""
+    """Return groups of ranks that differ only along ``axes``. Ranks count up along the last axis first."""
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
     def ranks(along: Sequence[int]) -> list[int]:
@@ -172,7 +172,7 @@ def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
 def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -> tuple[int, int]:
     """Choose whether ranks divide a token grid by frames or by spatial positions. A frame has ``places`` positions.
 
-    Return (axis, tokens per rank with padding). With axis 0, a rank has complete frames. With axis 1, a rank has some
+    Return (axis, tokens per rank with padding). On axis 0, a rank has complete frames. On axis 1, a rank has some
     positions in all frames. Axis 1 is chosen if it needs less padding, unless ``by_frames`` is True.
     """
     rows = [-(-frames // ranks) * places] + [-(-places // ranks) * frames] * (not by_frames)
@@ -229,10 +229,8 @@ def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel
 def check_expert_parallel_size(
     size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int, stages: int = 1
 ) -> None:
-    """Raise ValueError unless expert groups of ``size`` divide the processes in each pipeline stage and model copy.
-
-    With tensor parallelism, ``size`` must be 1 or ``tensor_parallel``: the same ranks divide layers and experts.
-    """
+    """Raise ValueError unless groups of ``size`` divide the processes of each pipeline stage and model copy. With
+    tensor parallelism, ``size`` must be 1 or ``tensor_parallel``."""
     flag = f"--expert_parallel_size {size}"
     if size < 1:
         raise ValueError(f"{flag}: out of range; give 1 or more")
@@ -254,10 +252,8 @@ def check_expert_parallel_size(
 
 
 def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
-    """Parse --offload. Return (optimizer state and averages in host memory, as in OFFLOAD; number of blocks there).
-
-    10**6 means all blocks. Trained blocks are kept with their state; ``frozen`` blocks (--lora) have none.
-    """
+    """Parse --offload. Return the offloaded optimizer state and averages, as in OFFLOAD, and the number of offloaded
+    blocks. 10**6 means all blocks. Trained blocks move with their state; ``frozen`` blocks (--lora) have none."""
     blocks, _, count = text.partition(":")
     return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 

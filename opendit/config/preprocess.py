@@ -25,7 +25,7 @@ TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Val
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
 BY_TIME = "frames a second, by the times in a clip's file, instead"
 CLIP_FLAGS = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader")
-ENERGON = ".nv-meta"  # folder with Energon's metadata in a data set
+ENERGON = ".nv-meta"  # Energon's metadata in a data set
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
 PREFIX, WORDS = "words before every caption; in a folder also for files without one", Value(free=True, unit="words")
 PROCESSES = whole(1, WORKERS["at_most"], "processes")
@@ -188,7 +188,7 @@ def _add_latents(latents: CommandLine) -> None:
 
 
 def check(command: str, options: dict[str, Any], given: set[str]) -> None:
-    """Check one command's flags, and resolve sizes such as 1GB in ``options``. Raises ValueError."""
+    """Check a command's flags, and resolve sizes such as 1GB in ``options``. Raises ValueError."""
     if "num_workers" in options:
         check_workers(options["num_workers"], "num_workers" in given)
     check_rate(options.get("fps"), given)
@@ -254,10 +254,10 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
 
 
 def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
-    """Return the patch of --model for --bucket_tokens and --repa, or () without these flags.
+    """Return --model's patch for --bucket_tokens and --repa, or () without these flags.
 
-    It is (frames, rows, columns) for clips, (rows, columns) for pictures. Raises ValueError if the model is missing,
-    unknown or for other media.
+    The patch is (frames, rows, columns) for clips, (rows, columns) for pictures. Raises ValueError if the model is
+    missing, unknown or for other media.
     """
     tokens, model = options["bucket_tokens"], options["model"]
     if tokens is None and options["repa"] is None:

@@ -1,7 +1,7 @@
 """Recipes: named sets of flags (``--recipe NAME``; docs/recipes.md). The command line overrides them.
 
-Each training stage is one recipe. A later stage starts from the weights of the recipe before, with ``--pretrained``.
-Every recipe NAME has a variant ``mock_NAME`` on random latents, to time a step without data.
+Each training stage is one recipe. A later stage starts from the previous stage's weights, with ``--pretrained``. Every
+recipe NAME has a variant ``mock_NAME`` on random latents, to time a step without data.
 """
 
 import re
@@ -31,8 +31,7 @@ NOT_OF_MOCK = (
 MOCK = "--data_path mock --max_steps 50 --log_every 5 --sample_every 0 --no_save"
 
 # Stages of text-to-clip training. With patch 1x2x2, 32 latent frames are 8,192 tokens at 256 px, and 73,728 at 768 px.
-# The learning rates, warm-up, weight decay, Adam's betas and global batches of the large models come from NeMo's DiT-7B
-# and MovieGen recipes. The numbers of steps are starting points, not results.
+# Most settings of the large models come from NeMo's DiT-7B and MovieGen recipes, but not the numbers of steps.
 PRETRAIN = (
     f"--use_video --data_path ./data.csv --text_encoder t5 --cross_attention --weight_decay 0.1 --adam_beta2 0.95 "
     f"--ckpt_keep 3 {FAST}"
@@ -49,7 +48,7 @@ LARGE = (
 # the scaled latents of Stable Diffusion have a standard deviation of about 1
 EDM = "--objective edm --edm_sigma_data 1"
 FLOW = "--objective flow --flow_times logit_normal"
-# Settings on which papers about faster training agree (docs/better_training.md). Learning rates do not depend on Muon.
+# Settings on which papers about faster training agree (docs/better_training.md).
 SPEEDRUN = (
     f"--norm rms --mlp swiglu --positions rope --qk_norm {FLOW} --optimizer muon --random_flip --label_drop 0.1 "
     f"--enable_cuda_graph {FAST}"
@@ -59,11 +58,8 @@ SPEEDRUN = (
 def _stages(
     name: str, model: str, objective: str, *, batch: int, world: int, more: str = "", joint: str = ""
 ) -> dict[str, Preset]:
-    """Return a recipe for each of a model's three training stages.
-
-    batch: micro-batch size of stage 1. world: global batch size of stage 1. more: flags of all stages. joint: flags of
-    stage 2.
-    """
+    """Return a recipe for each of a model's three training stages. batch, world: stage 1's micro-batch size and global
+    batch size. more: all stages' flags. joint: stage 2's flags."""
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")
     return {
@@ -142,7 +138,7 @@ RECIPES = {
     ),
 }
 RECIPES |= {
-    # --global_batch_size is removed, so that a step is one micro-batch per GPU for any number of GPUs.
+    # Without --global_batch_size, a step is one micro-batch per GPU for any number of GPUs.
     f"mock_{name}": Preset(f"{recipe.about}; random latents", f"{re.sub(NOT_OF_MOCK, ' ', recipe.flags + ' ')}{MOCK}")
     for name, recipe in RECIPES.items()
 }

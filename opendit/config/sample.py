@@ -42,17 +42,15 @@ from opendit.config.flags import (
 from opendit.config.names import ALL_SAMPLERS, BASE_PRECISIONS, DESCRIPTIONS, PARTS, PRECISIONS, SHARDS, WHOLE
 from opendit.config.parallel_sizes import check_cfg_parallel, check_tensor_parallel_size
 
-MOST_ORDER = 4  # highest order of extrapolation; each order needs one more copy of the blocks' output in memory
+MOST_ORDER = 4  # highest order of extrapolation; each order stores one more copy of the blocks' output
 THRESHOLD = 0.1  # default of the first-block cache
 FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 
 
 @dataclass(frozen=True)
 class TaylorCache:
-    """TaylorSeers [T]: evaluate the blocks only in every ``every``-th step.
-
-    Other steps extrapolate the blocks' addition to the residual stream from the last ``order`` + 1 evaluations.
-    """
+    """TaylorSeers [T]: evaluate the blocks only in every ``every``-th step. Other steps extrapolate the blocks'
+    residual from its last ``order`` + 1 values."""
 
     every: int
     order: int = 2
@@ -73,10 +71,10 @@ class TaylorCache:
 
 @dataclass(frozen=True)
 class FirstBlockCache:
-    """First-block cache [F]: evaluate the first block in every step, and the other blocks only if necessary.
+    """First-block cache [F]: evaluate the first block in every step, and all others only if necessary.
 
-    Compare the first block's addition to the residual stream with its addition in the last complete step. If the
-    relative change is below ``threshold``, reuse what the other blocks added in that step.
+    The first block's residual is compared with the last complete step. If the relative change is below ``threshold``,
+    that step's residual of all other blocks is used again.
     """
 
     threshold: float = THRESHOLD
@@ -123,11 +121,8 @@ def _number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Approximations:
-    """All approximations of a sampling run; none by default.
-
-    guidance_every: every how many steps guidance's unconditional half is evaluated. Steps between reuse the last
-    difference of the halves.
-    """
+    """All approximations of a sampling run; none by default. guidance_every: number of steps per evaluation of
+    guidance's unconditional half. Steps between evaluations use the last difference of the halves."""
 
     guidance_every: int = 1
     cache: Cache | None = None
@@ -264,7 +259,7 @@ class GivenFrameFlags(Flags):
 
 @dataclass(frozen=True)
 class ApproximationFlags(Flags):
-    """Flags that skip part of a sampling step's work. docs/sampling.md lists the errors that this causes."""
+    """Flags that skip some of a sampling step's work. docs/sampling.md lists the errors."""
 
     group: ClassVar[str] = "Approximations: what is left out of steps, for speed"
 

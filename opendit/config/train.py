@@ -145,7 +145,7 @@ class TrainConfig(
         notes = check_unused(flags, flags._unused()) + flags._check_steps()
         flags, note = flags._resolve_frames()
         notes += note
-        if flags.plugin != "fsdp" and not flags.streamed_blocks:  # ``--offload`` may come from a recipe
+        if flags.plugin != "fsdp" and not flags.streamed_blocks:  # a recipe may have set ``--offload``
             flags = replace(flags, offload="none")
         precision, note = resolve_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
         flags, notes = replace(flags, mixed_precision=precision), notes + note
@@ -190,8 +190,7 @@ class TrainConfig(
         return flags, notes + flags._recipe_notes()
 
     def _fetched(self) -> "TrainConfig":
-        """Replace a hub name in --pretrained by the model's local folder. A dry run without --download keeps the
-        name."""
+        """Replace a hub name in --pretrained by the local folder. A dry run without --download keeps the name."""
         if self.pretrained is None or (self.dry_run is not None and not self.download):
             return self
         commit = None if self.load in (None, "latest") else commit_of_run(self.load, self.pretrained)
@@ -199,10 +198,7 @@ class TrainConfig(
 
     def _resolve_public(self) -> "TrainConfig":
         """Fill in a public model's flags, if --pretrained or --load names its folder or a run that trains the model.
-
-        Always set model and objective. Set picture size, VAE and text encoders unless the user does. Raises ValueError
-        for flags that contradict the model.
-        """
+        The user's picture size, VAE and text encoders stay. Raises ValueError for flags that contradict the model."""
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)
         if source is None or name is None:
@@ -227,7 +223,7 @@ class TrainConfig(
             settings["pretrained"] = self._expert_of(folder)
         if "image_size" not in self.given:
             settings["image_size"] = PUBLIC[name.partition("/")[0]].image_size
-        named = set()  # flags that --pretrained sets; they count as given
+        named = set()  # flags that --pretrained sets
         if (folder / "vae").is_dir() and "vae" not in self.given:
             settings["vae"] = str(folder / "vae")
             named.add("vae")
@@ -244,11 +240,11 @@ class TrainConfig(
         return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
-        """Return the path of the network to train: --pretrained, or --expert's network in ``folder``. ``both`` is the
-        high-noise network."""
+        """Return the path of the network to train: --expert's network in ``folder``, the high-noise one for
+        ``both``."""
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
-            of_both = self.expert == "both" and (folder / "low").is_dir()  # folder of a run that trains both
+            of_both = self.expert == "both" and (folder / "low").is_dir()  # a run's folder
             if self.expert is not None and not of_both and folder.name not in ("transformer", "transformer_2"):
                 raise ValueError(f"--expert {self.expert}: {folder} has one network; leave the flag out")
             if (self.expert, folder.name) in (("high", inside["low"].name), ("low", inside["high"].name)):
@@ -279,7 +275,7 @@ class TrainConfig(
         return EvaluateConfig(**how, intervals=False, given=frozenset(how))
 
     def _recipe_notes(self) -> list[str]:
-        """Return a note if the recipe should start from the previous stage's weights, but no flag names weights."""
+        """Return a note if the recipe continues from another stage's weights, but no flag names weights."""
         recipe = find_recipe(self.recipe) if self.recipe else None
         if recipe is None or recipe.follows is None or self.pretrained or self.data_path == "mock":
             return []
@@ -299,8 +295,7 @@ class TrainConfig(
             )
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for picture and parallel sizes that don't fit the model. Sizes in the data are checked
-        later."""
+        """Raise ValueError for sizes that don't fit the model. Sizes in the data are checked later."""
         patch = patch_size(self.model)
         side = patch if isinstance(patch, int) else math.lcm(*patch[1:])
         what = f"patch of {self.model}: {side}"
@@ -508,10 +503,10 @@ class TrainConfig(
             unused |= dict.fromkeys(of_clips, "does nothing without --use_video")
         if not self.save:
             unused |= dict.fromkeys(("ckpt_keep", "checkpoint_format"), "does nothing with --no_save")
-            if mock or self.sample_every is not None:  # otherwise grids are drawn every --ckpt_every steps
+            if mock or self.sample_every is not None:  # grids are otherwise drawn every --ckpt_every steps
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
                 unused["ckpt_every"] = f"does nothing with --no_save and {other}"
-        # With mock data, no sample grids are drawn. Of the flags for grids, accept only --sample_every 0: no grids.
+        # There are no sample grids for mock data, so the only flag for grids that may be set is --sample_every 0.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
@@ -538,7 +533,7 @@ class TrainConfig(
         """Divide --global_batch_size among ranks and into the fewest micro-batches of at most --batch_size samples."""
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
-        # If the user sets --grad_accumulation, it overrides a recipe's --global_batch_size.
+        # A user's --grad_accumulation overrides a recipe's --global_batch_size.
         if self.global_batch_size is None or "grad_accumulation" in self.given:
             return self, []
         asked, fits = self.global_batch_size, max(1, self.global_batch_size // dp_size) * dp_size
@@ -553,8 +548,7 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """With --bucket_tokens or --pack_tokens, set --batch_size to 1 by default. The batch size then counts groups or
-        packs instead of samples."""
+        """Set --batch_size to 1 by default with --bucket_tokens or --pack_tokens. It then counts groups or packs."""
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
@@ -637,7 +631,7 @@ class TrainConfig(
 
     @property
     def aligned_block(self) -> int:
-        """The number of blocks after which --repa aligns the tokens with features."""
+        """Number of blocks before the place where --repa aligns tokens with features."""
         depth = (depth_and_heads(self.model) or (0, 0))[0]
         return self.repa_block or max(1, round(depth * 2 / 7))  # block 8 of 28, as in REPA's paper
 
@@ -712,15 +706,12 @@ class TrainConfig(
 
     @property
     def offloaded_state(self) -> str:
-        """The part of the training state that --offload keeps in host memory: one of OFFLOAD."""
+        """The training state that --offload keeps in host memory: one of OFFLOAD."""
         return parse_offload(self.offload, frozen=self.lora is not None)[0]
 
     def check_streamed(self, world_size: int, known: bool = False) -> None:
-        """Raise ValueError for flags that --offload blocks can't be combined with.
-
-        With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does. known: True if a
-        resumed run's LoRA flags are already set.
-        """
+        """Raise ValueError for flags that exclude --offload blocks. known: True if a resumed run's LoRA flags are
+        set."""
         if not self.streamed_blocks or self.parallel == "auto":
             return
         sharded = self.plugin == "fsdp" and world_size > 1
@@ -779,8 +770,7 @@ class TrainConfig(
         self._reject("pipeline_parallel_size", clashes)
 
     def _reject(self, flag: str, clashes: dict[str, bool]) -> None:
-        """Raise ValueError for the first true value of ``clashes``, a mapping from "--other, reason" to True or
-        False."""
+        """Raise ValueError for the first true value of ``clashes``: "--other, reason" -> bool."""
         for what, clash in clashes.items():
             if clash:
                 raise ValueError(f"--{flag} {getattr(self, flag)}: does not work with {what}; leave one of them out")
