@@ -93,7 +93,7 @@ def test_flags_of_other_programs_lead_to_flags_that_there_are():
         (TrainConfig, "cache_latents", "preprocess.py latents encodes once"),
         (TrainConfig, "modle", "did you mean --model?"),
         (EvaluateConfig, "num_inference_steps", "here it is --num_sampling_steps"),
-        (EvaluateConfig, "foo", "opendit evaluate --help all shows all"),
+        (EvaluateConfig, "foo", "python -m opendit.evaluation --help all shows all"),
     ),
 )
 def test_unknown_keywords_in_python_get_the_same_advice(config, keyword, advice):
