@@ -115,9 +115,9 @@ class SequenceShards(Protocol):
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
-        """Attend from this rank's tokens to the tokens of all ranks; return (B, n, D). q (B, H, n, d) and k, v (B,
-        kv_heads, n, d) belong to this rank's tokens; ``attend`` normalises and rotates them. If tensor parallelism
-        divides the heads, H and D count this rank's heads, and n counts the tokens of all tensor-parallel ranks."""
+        """Attend from this rank's tokens to all ranks' tokens; return (B, n, D). q is (B, H, n, d); k and v are (B,
+        kv_heads, n, d). They hold this rank's tokens, and ``attend`` normalises and rotates them. With tensor
+        parallelism, H and D count this rank's heads, and n counts the tokens of all tensor-parallel ranks."""
         ...
 
     def project_and_attend(

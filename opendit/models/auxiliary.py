@@ -188,12 +188,12 @@ def run_routed(
 ) -> Tensor:
     """Run all blocks on x (B, N, D) like :func:`run_blocks`. A route's blocks process only the tokens ``kept``.
 
-    If ranks divide the sequence, x holds this rank's tokens. Ranks gather all tokens before and after the route, to
-    divide the kept tokens evenly.
+    With sequence parallelism, x holds this rank's tokens. All tokens are gathered at both ends of the route, because
+    ranks divide the kept tokens evenly.
 
     Args:
         route: First block of the route, and first block after it.
-        kept: (B, n) int64, distinct token indices of each sample in ascending order; None for all tokens. For a pack,
+        kept: (B, n) int64, each sample's distinct token indices in ascending order; None for all tokens. For a pack,
             (1, n) indices into the pack.
         fusion: Fuses the tokens before and after the route; None to put the kept tokens back among the skipped ones.
         dropped: (B,) bool, or (S,) for the segments of a pack: True to replace the route's result by mask tokens.
@@ -237,7 +237,7 @@ def run_on_kept(
 
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:
     """Return the grid of the tokens ``kept`` (B, n). Position tables get a batch dimension, because samples keep
-    different tokens; only a pack's rotary table has none."""
+    different tokens. A pack's rotary table has no batch dimension."""
     rotary = None if grid.rotary is None else grid.rotary[kept if grid.packed is None else kept[0]]
     learned, shards = grid.learned, grid.shards
     few = None if shards is None else shards.of_length(kept.shape[1])

@@ -235,8 +235,8 @@ class ResidualStream:
         return y
 
     def add(self, gate: Tensor, z: Tensor, last: Projection, routing: Routing | None = None) -> None:
-        """Add gate * (last(z) + routing.result()): the output of the branch's last layer and of the experts, if any. A
-        single block adds the experts' result last, so that tokens can return from other ranks meanwhile."""
+        """Add gate * (last(z) + routing.result()). last: the branch's last layer. routing: the branch's experts, if
+        any. A single block adds the experts' result last, so that tokens can return from other ranks meanwhile."""
         (x,) = self._taken()
         if routing is not None and routing.travels and not self._stack:
             self._routing = gate, routing
@@ -514,9 +514,9 @@ class JointBlock(nn.Module):
 
 
 def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: BlockOps, grid: TokenGrid) -> Any:
-    """Attend from each stream's tokens (B, n_i, D) to the tokens of all streams; return outputs of these shapes. Each
-    stream's layer normalises its queries and keys. If ranks divide the tokens, rotations are applied later, when a rank
-    has tokens in sequence order."""
+    """Attend from each stream's tokens (B, n_i, D) to all streams' tokens; return one output (B, n_i, D) per stream.
+    Each stream's layer normalises its queries and keys. If ranks divide the tokens, rotations are applied later, when a
+    rank has tokens in sequence order."""
     tables, rotated = [None] * len(layers), grid
     if grid.rotary is not None and grid.shards is None:
         tables, rotated = grid.split(grid.rotary, dim=-3), replace(grid, rotary=None)

@@ -74,7 +74,7 @@ class Segments:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Index of each segment's first token, and finally the index of the first padding token."""
+        """Index of each segment's first token, then the index of the first padding token."""
         return (0, *accumulate(self.lengths))
 
     @property

@@ -115,9 +115,9 @@ class NetworkSpec:
 
 @dataclass(frozen=True)
 class Match:
-    """OpenDiT's weights ``ours``, concatenated along ``dim``, equal the published weights ``theirs``, concatenated
-    along ``dim``. For example, one qkv weight matches published weights of q, k and v. ``*`` in names stands for each
-    number in ``blocks``. offset: OpenDiT's block number minus the published number."""
+    """A correspondence of weights: OpenDiT's weights ``ours`` equal the published weights ``theirs``, if both are
+    concatenated along ``dim``. For example, one qkv weight matches three published weights. ``*`` in names is replaced
+    by each number in ``blocks``. offset: OpenDiT's block number minus the published number."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
