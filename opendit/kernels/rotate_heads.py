@@ -1,4 +1,4 @@
-"""RMSNorm of queries and keys, then rotary position embedding (a rotation of neighbouring pairs of channels).
+"""RMSNorm and rotary position embedding of queries and keys. The rotation turns neighbouring pairs of channels.
 
 The RMSNorm is over the channels of each head, or "across heads", over all channels of a token. q (B, N, H, d) and k (B,
 N, K, d) may be strided views of one projection. The norm or the rotation may be missing. One launch processes q and k.

@@ -306,14 +306,14 @@ class BlockOps:
     Operations after a linear layer get the layer (:class:`Projection`) instead of its output. A kernel can then add the
     bias and sum the bias's gradient without extra passes over the activations.
 
-    Fields that may be None, and other fields whose meaning is not obvious:
+    Fields that may be None, or that need an explanation:
 
     - ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)`` computes the residual connection and
       the norm in one pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
     - ``residual_layernorm_modulate(x, shift, scale)`` returns (x, layernorm_modulate(x, shift, scale)).
     - The two operations with ``rmsnorm`` in their names use an RMSNorm instead, the argument before ``shift``.
-    - ``join_heads(streams)`` gets (q, k, v, q_norm, k_norm, table) for every stream of a joint sequence, normalises and
-      rotates q and k like ``normalise_rotate``, and returns q, k and v (B, N, H, d) of all tokens.
+    - ``join_heads(streams)`` gets (q, k, v, q_norm, k_norm, table) for every stream of a joint sequence. It normalises
+      and rotates q and k like ``normalise_rotate``, and returns q, k and v (B, N, H, d) of all tokens.
     - ``swiglu`` gets the linear layer's output.
 
     Every operation with a shift, a scale or a gate (B, D) accepts one more tensor as its last argument,
@@ -435,9 +435,8 @@ PLAIN = Options()
 
 
 class _Modulation(nn.Sequential):
-    """Layers of a modulation. In training, a single sample is padded to eight rows with zeros, because a weight
-    gradient from one row is slow in cuBLAS (forward and backward pass on an H200 with width 3072: 171 us, padded 125
-    us)."""
+    """Layers of a modulation. In training, a single sample is padded to eight rows with zeros. From one row, cuBLAS
+    computes a weight gradient slowly: forward and backward pass take 171 us, padded 125 us (width 3072, H200)."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         if len(c) != 1 or not torch.is_grad_enabled():

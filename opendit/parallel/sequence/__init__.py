@@ -208,8 +208,8 @@ def sequence_shape(
 
 @dataclass(frozen=True)
 class SharedStreams:
-    """This rank's shards of a sequence of several streams. ``parts`` has each stream's shard, ``lengths`` its total
-    length.
+    """This rank's shards of a sequence of several streams. parts: each stream's shard. lengths: each stream's length on
+    all ranks.
 
     ``exchange(q, k, v, attend, length)`` computes attention. q, k, v (B, H, rows, d) are this rank's tokens, and
     ``length`` is the token count of all ranks with padding. None if projections return the tokens of all ranks.
@@ -345,7 +345,7 @@ def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
 
 
 class _Pending:
-    """Choices of experts, before the host knows this rank's number of chosen tokens. Several ranks have the tokens."""
+    """Choices among several ranks' tokens, before the host knows how many of this rank's tokens are chosen."""
 
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: SharedSequence, group: Group):
         own, first = mlp.affinities(y), shared.group.rank * shared.rows
@@ -382,7 +382,7 @@ class _Pending:
 @functools.lru_cache(maxsize=32)  # the arguments never change if samples are not split over ranks
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
     """Map the received rows to indices in a flattened stack (experts, rows). Received rows are sorted by rank, then by
-    expert. Return the indices and the stack's row count. The row count is the largest number of rows of any expert."""
+    expert. Return the indices and the stack's rows per expert, the largest number that any expert receives."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:

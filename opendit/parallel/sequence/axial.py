@@ -7,10 +7,10 @@ Attention along time needs all frames of a position. P ranks can divide the grid
     by frames      T / P of the frames with all positions    attention within frames needs no other rank
     by positions   all frames with S / P of the positions    attention along time needs no other rank
 
-An all-to-all changes the layout. The home layout is by frames, or by positions if that needs less padding. Norms, MLPs
-and cross-attention work in both layouts. For attention that needs the second layout, ranks exchange the input before
-the projection to q, k, v, and the output after attention. In the forward pass, a rank receives 2 (P - 1) / P^2 x N D
-numbers per block, for any number of heads.
+An all-to-all changes the layout. The *home* layout is by frames, or by positions if that needs less padding. Norms,
+MLPs and cross-attention work in both layouts. Attention that needs the second, *away* layout exchanges its input before
+the projection to q, k, v, and its output afterwards. In the forward pass, a rank receives 2 (P - 1) / P^2 x N D numbers
+per block, for any number of heads.
 
 If P does not divide the number of frames or positions, padding is appended. Padding is removed before attention along
 its axis. A frame or position of only padding attends to itself and is removed later, so its gradient is zero.
@@ -115,11 +115,11 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Exchange with collectives, in ``parts`` parts. Computation of one part overlaps with the next part's inputs and
-    the previous part's outputs.
+    """Exchange with collectives, in ``parts`` parts. Transfers overlap with the computation of previous and next parts.
 
-    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the away layout and calls ``attend(lines, which)``. ``which``
-    is the slice of the divided axis with the tokens ``lines``. The result (B, n, D') is brought back.
+    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the away layout and calls ``attend(lines, which)`` for every
+    part. lines: the part's tokens. which: the part's slice of the divided axis. The results (B, n, D') are brought
+    back.
     """
 
     parts: int = PARTS
@@ -149,8 +149,8 @@ def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
-    """Bring float8 tokens to the away layout, with one byte per number. All ranks must use the same scale. LayerNorm +
-    modulate derives the scale from the samples' modulation, and all ranks have the same modulation."""
+    """Bring float8 tokens to the away layout, with one byte per number. All ranks have equal scales, because LayerNorm
+    + modulate derives a scale from the samples' modulation."""
     stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
     return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
 
@@ -291,8 +291,8 @@ class DirectExchange:
 
 
 class _Enter(torch.autograd.Function):
-    """Sends this rank's tokens (B, frames, S * D) to the ranks with their positions. Returns, for every part, this
-    rank's positions in all frames (B, positions, T, D). Data may still be arriving in these tensors."""
+    """Sends this rank's tokens (B, frames, S * D) to the away layout. Returns one tensor for each part: this rank's
+    positions in all frames (B, positions, T, D). Data may still be arriving in these tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: Layer):
@@ -302,7 +302,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        # A view of the buffer. The backward pass of the norm before x reads the view before the next exchange.
+        # A view of the buffer, valid until the next exchange. The preceding norm's backward pass reads the view before.
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 

@@ -1,8 +1,8 @@
 """Choose the strategy of a sequence group with a cost model.
 
-The cost model covers one layer and one micro-batch, forward and backward. The cost is a rank's waiting time for
-communication, plus computation that a single rank would not do. In the forward pass, a rank receives, in units of N x D
-(tokens x width):
+The cost model covers one layer and one micro-batch, forward and backward. The cost is the time that a rank waits for
+communication, plus the time of computation that a single rank would not do. Numbers that a rank receives in the forward
+pass, in units of N x D (tokens x width):
 
     FastSeq    (P-1)/P for the gather, (P-1)/P^2 for the heads
     Ulysses    3 (P-1)/P^2 for q, k, v, (P-1)/P^2 for the output
@@ -34,8 +34,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A chosen strategy, and the reason for it. groups: number of groups into which Ulysses divides a rank's heads.
-    heads_over: number of ranks that divide the heads in usp. seconds: cost per layer."""
+    """A chosen strategy and the reason. groups: number of head groups on a rank (ulysses). heads_over: number of ranks
+    that divide the heads (usp). seconds: cost per layer."""
 
     kind: str
     reason: str
@@ -75,12 +75,12 @@ class _Costs:
         return self.attention_flop * (1 / self.hardware.attention + 2.5 / self.hardware.attention_backward)
 
     def exposed(self, transfer: float, work: float) -> float:
-        """Return the seconds of a transfer that computation of ``work`` seconds does not hide. Both run on one card, so
-        the transfer is never hidden completely."""
+        """Return the visible seconds of a transfer that overlaps with ``work`` seconds of computation. Both share one
+        card, so the transfer is never hidden completely."""
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
-        """Return the seconds of FastSeq with collectives: the exchange of heads, and the exposed time of gathers and
+        """Return the seconds of FastSeq with collectives: the exchange of heads, and the visible time of gathers and
         gradient sums."""
         s, m, P = self.shape, self.hardware, self.ranks
         # seconds to compute q, k, v of one rank's tokens
@@ -94,12 +94,9 @@ class _Costs:
         return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
     def direct_fastseq(self) -> float:
-        """Return the seconds of FastSeq with symmetric memory.
-
-        The sum has three terms: exposed transfers of inputs and their gradients, the exchange of heads, and additional
-        passes over memory. These passes copy and add rows of tokens. They also copy weight rows of this rank's heads,
-        and write zeros for other heads in the weight's gradient.
-        """
+        """Return the seconds of FastSeq with symmetric memory: visible transfers of inputs and their gradients, the
+        exchange of heads, and additional passes over memory. These passes copy and add tokens, copy this rank's rows of
+        the weight, and write zeros to all other rows of the weight's gradient."""
         s, m, P = self.shape, self.hardware, self.ranks
         # seconds to compute q, k, v of one rank's tokens
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
@@ -113,8 +110,8 @@ class _Costs:
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:
-        """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward.
-        Attention hides a part of all groups' transfers but the first."""
+        """Return the seconds of Ulysses with collectives: the visible time of all-to-alls among ``ranks`` ranks,
+        forward and backward. Attention hides some of the transfers, but not for the first group."""
         m, P = self.hardware, ranks or self.ranks
         exchanged = 2 * 4 * self.whole * P / self.ranks * (P - 1) / P**2
         others = (groups - 1) / groups
@@ -127,25 +124,24 @@ class _Costs:
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
-        """Return the seconds of Ulysses with symmetric memory. Attention hides the transfers of all groups except one
-        (q, k, v, the attention output, and their gradients). The attention output is copied once more. A group of few
-        heads may leave multiprocessors idle."""
+        """Return the seconds of Ulysses with symmetric memory: one group's transfers, one more copy of the attention
+        output, and idle multiprocessors if a group has few heads. Attention hides all other transfers."""
         m, P = self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
         copied = 2 * 2 * self.whole * m.link / P / m.memory
         return exchanged + copied + self.in_groups(groups, P)
 
     def in_groups(self, groups: int, ranks: int) -> float:
-        """Return the seconds that attention takes longer for groups of a rank's heads than for all of them at once, if
-        ``ranks`` divide the heads."""
+        """Return the additional seconds of attention if a rank's heads are processed in groups. ranks: number of ranks
+        that divide the heads."""
         m, heads = self.hardware, self.shape.heads // ranks
         together = self.waves(heads)
         idle = self.attention_seconds * (groups * self.waves(heads // groups) / together - 1)
         return (groups - 1) * (m.group + m.tail * self.attention_seconds / together) + idle
 
     def ring(self, ranks: int | None = None) -> float:
-        """Return the seconds of ring attention over ``ranks`` ranks: the exposed transfers of keys and values, the
-        slower attention kernels, and merging in fp32."""
+        """Return the seconds of ring attention over ``ranks`` ranks: visible transfers of keys and values, slower
+        attention kernels, and merging in fp32."""
         s, m, P = self.shape, self.hardware, ranks or self.ranks
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
         forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward
@@ -161,8 +157,8 @@ def _usp_split(ranks: int, heads: int) -> int:
 
 
 def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None) -> list[StrategyChoice]:
-    """List the strategies that the number of heads allows, with their costs. ``groups`` is the number of groups of
-    heads for Ulysses; None for the cheapest number."""
+    """List the strategies that work with the number of heads, with their costs. groups: number of head groups for
+    Ulysses; None for the cheapest number."""
     costs, plans = _Costs(ranks, shape, hardware), []
     if shape.heads % ranks == 0:
         plans.append(
@@ -181,11 +177,11 @@ def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None
 def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
-    """Choose how ``ranks`` ranks divide sequences of ``shape``. groups: number of head groups of Ulysses; None to
-    choose. hardware: None for H200s.
+    """Choose how ``ranks`` ranks divide sequences of ``shape``. kind: a strategy, or auto for the cheapest. groups:
+    number of head groups for Ulysses; None to choose. hardware: None for H200s.
 
-    Raises ValueError if this kind needs a number of heads that is divisible by the number of ranks, the groups don't
-    divide a rank's heads, or, for auto, no type of ``shape.types`` is possible.
+    Raises ValueError if ``kind`` is unknown, if the model or its number of heads does not allow ``kind``, if ``groups``
+    does not divide a rank's heads, or if auto finds no strategy.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

@@ -16,8 +16,8 @@ The backward pass of :class:`DirectFastSeq`:
 
 1. During attention, copy engines send this rank's input to all ranks again, unless it was kept.
 2. This rank computes its terms of other ranks' input gradients, in the gradient buffer.
-3. After the barrier, copy engines fetch the terms to the inputs' owners, during the product for the weight's gradient.
-4. This rank computes its term of its input's gradient, and adds the terms that have arrived.
+3. After a barrier, copy engines bring each term to the input's owner, during the product for the weight's gradient.
+4. This rank computes the term for its input, and adds the terms that have arrived.
 """
 
 from collections.abc import Iterator
@@ -209,7 +209,7 @@ class _Layer(Layer):
         return slice(first, first + self.real(rank))
 
     def inputs(self, buffer: Buffer, dtype: torch.dtype) -> list[Tensor]:
-        """Return, for every rank, a view of its buffer as a tensor (B, N, D) for the inputs of all tokens."""
+        """Return a view (B, N, D) of every rank's buffer, for the inputs of all tokens."""
         B, _, D = self.shape
         return self.memory.rows(buffer, (B, self.length, D), dtype).of
 
@@ -331,8 +331,8 @@ def _sum(parts: Tensor) -> Tensor:
 
 
 def _input_gradient(products: Products, grad: Tensor, columns: Saved, out: Tensor, add: bool = False) -> None:
-    """Compute this rank's term of the gradient (B, n, D) of a rank's input. Write the term to ``out``, or add it to
-    ``out`` if ``add``. grad: the gradient (B, n, 3 h d) of q, k, v for that rank's tokens.
+    """Write this rank's term of an input's gradient (B, n, D) to ``out``, or add it to ``out`` if ``add``. grad: the
+    gradient (B, n, 3 h d) of q, k, v for the input's tokens.
 
     Call this function even if the gradient is not needed. Otherwise the gradient buffer would be skipped, and the input
     buffer would be used twice in a row.

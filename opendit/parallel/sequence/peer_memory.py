@@ -7,10 +7,10 @@ Every rank has four buffers. Each use of a buffer, or each part that arrives in 
     everyone  like output without a barrier: written after the barrier of input, read after the barrier of gradient
     gradient  a rank fills its own buffer, barrier, all ranks read what they need from it
 
-No buffer is used twice in a row. A buffer is reused only after another buffer's barrier, when all ranks have finished
-with it. So one set of buffers and one barrier for each use suffice. A layer's forward pass uses input, then output. Its
-backward pass uses input, then output or gradient (FastSeq). A recorded graph begins with input and ends with another
-buffer, so it can be replayed repeatedly.
+No buffer is used twice in a row: another buffer's barrier ensures that all ranks have finished with the first. So one
+set of buffers, and one barrier for each use, suffice. A layer's forward pass uses input, then output. The backward pass
+uses input, then output or gradient (FastSeq). A recorded graph begins with input and ends with another buffer, so it
+can be replayed repeatedly.
 
 A barrier on the copy stream overlaps with the caller's kernels until these need the data.
 
@@ -71,7 +71,7 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
 
 class PeerMemory:
     """The buffers of one group of ranks. Each buffer is as large as the largest shape so far. All ranks must make the
-    same calls in the same order. allocate: function that allocates a buffer, as :func:`allocate` does."""
+    same calls in the same order. allocate: function with the signature of :func:`allocate`."""
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
@@ -107,8 +107,8 @@ class PeerMemory:
         return made[-1][:2]
 
     def begin(self, buffer: Buffer) -> None:
-        """Begin a use of ``buffer``. Only callers that may use a buffer twice in a row need this method. It then
-        enqueues a barrier, after which no rank needs the old contents."""
+        """Begin a use of ``buffer``. If the last use had this buffer, too, enqueue a barrier, so that no rank still
+        needs the old contents. Only callers that may use a buffer twice in a row need this method."""
         self._note_recording()
         if self._last == buffer:
             self._made[buffer][-1][0].barrier(channel=0)
@@ -138,8 +138,8 @@ class PeerMemory:
         self._made[buffer][-1][0].barrier(channel=channel)
 
     def _note_recording(self) -> None:
-        """Reset the note of the last used buffer when the capture of a CUDA graph begins or ends. Captured kernels have
-        not run, and a failed capture may have stopped at any buffer."""
+        """Forget the last used buffer when a CUDA graph's capture begins or ends. Captured kernels have not run, and a
+        failed capture may have stopped at any buffer."""
         if self._capturing != torch.cuda.is_current_stream_capturing():
             self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
 
@@ -156,8 +156,8 @@ class PeerMemory:
         The copies start after all kernels enqueued so far, and run concurrently with later kernels. Before using a
         group, call :meth:`wait` with its event. Keep the group's heads in memory until then.
 
-        Kernels copy the heads that stay on this rank, because a copy within one card uses multiprocessors in any case.
-        These kernels run before all copies. A kernel that waits for a copy would delay the caller's kernels.
+        Kernels copy the heads that stay on this rank, before all other copies, because a copy within one card uses
+        multiprocessors in any case. A kernel that waits for a copy would delay the caller's kernels.
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -3,9 +3,9 @@
 The products are x W^T and its gradients, in the dtype of the activations or in float8 (kernels/fp8.py). This module
 determines what ranks send. A strategy determines when.
 
-The *packed* layout of q, k, v is (P, B, n, 3, h, d): n tokens of every rank, with the h = H / P heads of one rank. P is
-the number of ranks. All-to-alls deliver this layout. FastSeq's projections write it. With one sample, q, k and v are
-views of the packed tensor.
+The *packed* layout of q, k, v is (P, B, n, 3, h, d), for P ranks with n tokens each, and one rank's h = H / P heads.
+All-to-alls deliver this layout, and FastSeq's projections write it. With one sample, q, k and v are views of the packed
+tensor.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class Products:
     """Products in the dtype of the activations. Use a new object for each call of a layer. It stores no activations."""
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
-        """Convert the weight to the form for all products, to be saved for the backward pass. group: select only the
-        rows of this rank's heads in the group; None for all rows."""
+        """Return the weight in the form for all products, to be saved for the backward pass. group: select only the
+        rows of this rank's heads; None for all rows."""
         return (weight if group is None else own_rows(weight, group),)
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
-        """Write sent W^T + bias to ``out``. ``out`` is contiguous, with as many features as the factor has rows."""
+        """Write sent W^T + bias to ``out``, which is contiguous and has one feature for each row of the factor."""
         linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class Products:
         return grad.t() @ sent
 
     def own_weight_gradient(self, grad: Tensor, sent: Tensor, group: Group, whole: Tensor) -> Tensor:
-        """Compute the weight's gradient for the rows of this rank's heads, and write these rows of ``whole``. Return
-        ``whole`` as (3 D, D). See :func:`weight_gradient`."""
+        """Write the weight's gradient to this rank's rows of ``whole``, and return ``whole`` as (3 D, D). See
+        :func:`weight_gradient`."""
         return weight_gradient(grad, sent, group, whole)
 
 
@@ -118,9 +118,9 @@ def _float8(sent: Tensor) -> Tensor:
 
 
 class Projected(NamedTuple):
-    """Operands of a projection of x (B, n, D) that a strategy computes. x: tensor of the autograd graph, without values
-    in float8. weight, bias: the full weight (out, D), and (out,) or None. sent: the input in the form that ranks send.
-    Only ``products`` can read it."""
+    """Operands of a projection of x (B, n, D) that a strategy computes. x: the tensor in the autograd graph; in float8,
+    it has no values. weight: (out, D). bias: (out,) or None. sent: x as ranks send it. Only ``products`` can read
+    ``sent``."""
 
     x: Tensor
     weight: Tensor
@@ -133,8 +133,8 @@ def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, fl
     """Prepare the projection ``qkv`` of x (B, n, D). float8: True for products in float8; x must then be an output of
     LayerNorm + modulate.
 
-    In float8 all ranks must use the same scale, because one product reads the inputs of all ranks. LayerNorm + modulate
-    computes the scale from the samples' modulation, and all ranks have the same modulation.
+    In float8, one product reads the inputs of all ranks, so all ranks must use one scale. LayerNorm + modulate derives
+    the scale from the samples' modulation, which is equal on all ranks.
     """
     if not float8:
         given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)
@@ -183,9 +183,8 @@ def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tenso
 
 
 def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Tensor:
-    """Return ``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight. x: inputs (tokens, D). grad:
-    gradients (tokens, 3 h d) of this rank's heads. whole: allocated by :func:`zeros_but_own`; a batched product writes
-    q, k and v to it."""
+    """Return a weight's gradient (3 D, D), equal to ``whole_rows(grad.T @ x, group)``. x: inputs (tokens, D). grad:
+    gradients (tokens, 3 h d) of this rank's heads. whole: memory for the result, from :func:`zeros_but_own`."""
     torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
     return whole.flatten(0, 2)
 
@@ -220,9 +219,8 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int, groups: int = 1, group: int = 0) -> Tensor:
-    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send.
-
-    Row p has heads of rank p. Rank p owns H/P consecutive heads, which are divided into ``groups``; this packs one.
+    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has one of the ``groups``
+    groups into which rank p's H / P consecutive heads are divided. group: number of this group.
     """
     parts = (part.unflatten(1, (ranks, groups, -1))[:, :, group] for part in (q, k, v))
     return torch.stack([part.permute(1, 0, 3, 2, 4) for part in parts], dim=3)
@@ -238,6 +236,5 @@ def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
 
 
 def side_by_side(received: Sequence[Tensor]) -> Tensor:
-    """Join the heads of all ranks: return (B, n, D) from the received tensors (P, B, n, h, d), one for each group of
-    heads."""
+    """Join the heads of all ranks: return (B, n, D). received: one tensor (P, B, n, h, d) for each group of heads."""
     return torch.cat([part.permute(1, 2, 0, 3, 4) for part in received], dim=3).flatten(2)

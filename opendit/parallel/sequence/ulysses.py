@@ -1,9 +1,8 @@
 """Ulysses sequence parallelism (Jacobs et al., "DeepSpeed Ulysses", 2023), alone or combined with ring attention.
 
 An all-to-all sends heads, so that a rank has some heads for all tokens. Attention is then local. A second all-to-all
-returns the result. :class:`UlyssesRing` sends q, k and v in one packed exchange. With a ring, the ranks of a sequence
-are a grid. Neighbouring ranks (``heads.size``) exchange heads. Ring attention connects the ranks along the second
-dimension of the grid.
+returns the result. :class:`UlyssesRing` sends q, k and v in one packed exchange. With a ring, a sequence's ranks form a
+grid: neighbouring ranks (``heads.size``) exchange heads, and ring attention connects ranks along the second dimension.
 
 :class:`DirectUlysses` needs no collectives: ranks access each other's memory (peer_memory.py).
 
@@ -44,7 +43,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[in
     """Return softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries: (B, H, n, d).
 
     q, k, v have this rank's tokens without padding. k and v may have fewer heads, shared by neighbouring query heads;
-    only these heads are sent. ``lengths`` has the n of every rank. The first is the largest, and n may be 0.
+    only these heads are sent. lengths: every rank's n. The first is the largest, and n may be 0.
     """
     return _RingAttention.apply(q, k, v, ring, lengths)
 
@@ -250,9 +249,9 @@ class DirectUlysses:
 class Layer:
     """Sizes of one attention call, and the state of its exchanges.
 
-    groups: number of groups of a rank's heads. length: number of tokens of all ranks, without padding. shape: (B, n, D)
-    of this rank's tokens. held: tensors that copy engines read. arriving: each group's event, after which its heads
-    have arrived. doutput: each group's output gradient, possibly still arriving.
+    groups: number of head groups on a rank. length: number of tokens of all ranks, without padding. shape: (B, n, D) of
+    this rank's tokens. held: tensors that copy engines read. arriving: for each group, the event that marks its
+    arrival. doutput: for each group, the output's gradient, possibly still arriving.
     """
 
     memory: PeerMemory
@@ -276,8 +275,8 @@ class Layer:
 
     def pull(self, parts: int, like: Tensor, first_to_arrive: int) -> list[tuple[Tensor, ...]]:
         """Read this rank's heads from all ranks' input buffers, and return every group's tensors. A kernel reads the
-        group ``first_to_arrive`` at once. Copy engines read all other groups during attention, those nearest to the
-        first group first."""
+        group ``first_to_arrive`` at once. Copy engines read the remaining groups during attention, the nearest numbers
+        first."""
         rows, (B, _, D) = self.rows(Buffer.INPUT, parts, like.dtype), self.shape
         self.memory.ready(Buffer.INPUT)
         firsts, number = zip(*map(self.heads_of, range(self.groups)), strict=True)
@@ -336,9 +335,8 @@ class Layer:
         return own
 
     def push_output(self, output: Tensor, group: int) -> None:
-        """Write a group's attention output to the owners of the tokens, in the slot of this rank and group.
-        :meth:`output` joins the slots. Contiguous slots are sent faster than rows with gaps: 29 us instead of 41 us on
-        4 H200s."""
+        """Write a group's attention output to the tokens' owners, into the slot for this rank and group. :meth:`output`
+        joins the slots. Contiguous slots are sent faster than rows with gaps: 29 us instead of 41 us on 4 H200s."""
         slot = self._slots(output.dtype)[self.memory.group.rank * self.groups + group]
         self.push((output,), slot, 0, beside=group < self.groups - 1)
 
@@ -369,8 +367,8 @@ def unread(like: Tensor) -> Tensor:
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: Layer
 ) -> tuple[Tensor, ...]:
-    """Return q, k, v (B, h, N, d) of each group of this rank's heads, group after group. They may still be arriving. x
-    (B, n, D), weight, bias, sent and products are the fields of :class:`Projected`."""
+    """Return q, k, v (B, h, N, d) of this rank's heads, group after group. They may still be arriving. x (B, n, D),
+    weight, bias, sent and products are the fields of :class:`Projected`."""
     parameters = (weight, bias)
     if has_torch_function(parameters):
         # Gemini fetches parameters only for one call, so parameters must be arguments of the call.
