@@ -1,8 +1,8 @@
 """Approximate sampling steps: skip some of the network's work and reuse earlier steps' results.
 
-``opendit.config.sample`` describes the methods and names their papers, [T] and [F]. docs/sampling.md lists their
-errors. Tensors that are stored between steps stay at fixed addresses, because recorded CUDA graphs read them. Heun's
-method evaluates the network twice in a step; each evaluation has separate tensors."""
+``opendit.config.sample`` describes the methods and names their papers, [T] and [F]. docs/sampling.md lists the errors.
+Tensors that are stored between steps stay at fixed addresses, because recorded CUDA graphs read them. Heun's method
+evaluates the network twice in a step; each evaluation has separate tensors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,24 +23,23 @@ from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations
 
-LOW, HIGH = 1e-2, 1e2  # noise levels are clamped to these bounds before steps are chosen
+LOW, HIGH = 1e-2, 1e2  # noise levels are clamped to these bounds
 ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
 class Mode(NamedTuple):
-    """The parts of the model that a step evaluates. Every mode is recorded as a separate CUDA graph.
+    """The computations of a step. Every mode is recorded as a separate CUDA graph.
 
-    null: evaluate the unconditional half of guidance, if the step is guided. blocks: FIRST runs only the first block,
-    and the step then continues with REST or REUSED. REUSED reuses earlier results for the remaining blocks. A number n
-    >= 1 runs no blocks and extrapolates from the last n evaluations."""
+    null: True to evaluate guidance's unconditional half. blocks: ALL, or a number of evaluations to extrapolate from,
+    or FIRST for the first block only. After FIRST, the step continues with REST, or with REUSED for earlier results."""
 
     null: bool = True
     blocks: int | str = ALL
 
 
 class Step(NamedTuple):
-    """The plan of one step. slot: index in ``TaylorStack.kept`` at which the step stores its evaluation. weights: the
-    slots' weights if the step extrapolates, otherwise empty."""
+    """The plan of one step. slot: index of the step's evaluation in a stack's cache. weights: the slots' weights for an
+    extrapolation, otherwise empty."""
 
     mode: Mode
     slot: int = 0
@@ -48,17 +47,14 @@ class Step(NamedTuple):
 
 
 def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: Sequence[float]) -> list[Step]:
-    """Decide for every step what it evaluates.
-
-    starts: for each step, True if earlier results can't be reused, because it is the first step or the model changes.
-    levels: the noise level at which each step begins."""
+    """Plan every step. starts: for each step, True if earlier results can't be reused, because it is the first step or
+    the model changes. levels: the steps' noise levels."""
     first = [i for i, start in enumerate(starts) if start]
     runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
     return [step for run in runs for step in _plan_run(approximations, run, levels)]
 
 
 def _plan_run(approximations: Approximations, run: range, levels: Sequence[float]) -> list[Step]:
-    """Plan consecutive steps that may reuse each other's results."""
     if isinstance(approximations.cache, TaylorCache):
         return _plan_taylor(approximations.cache, run, [levels[i] for i in run])
     if isinstance(approximations.cache, FirstBlockCache):
@@ -83,12 +79,12 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 
 
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
-    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up. They include the first step and,
-    if there is more than one, the last.
+    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up, with the first and the last
+    step.
 
-    The steps are spaced evenly in the sum of two coordinates, each scaled to 0..1: the step's index, and the logarithm
-    of its noise level. The index alone would choose too few steps at the end of a shifted flow, where steps are long.
-    The logarithm alone would choose too few steps at other samplers' high noise levels."""
+    The steps are spaced evenly in a sum of two coordinates, each scaled to 0..1: the step's index, and the logarithm of
+    the noise level. The index alone would give a shifted flow too few steps at its end, where steps are long. The
+    logarithm alone would give other samplers too few steps at high noise levels."""
     last, count = len(levels) - 1, -(-len(levels) // every)
     logs = [math.log(min(max(level, LOW), HIGH)) for level in levels]
     fall = (logs[0] - logs[last]) or 1.0
@@ -96,7 +92,7 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     chosen: list[int] = []
     for number in range(count):
         want = places[last] * number / max(1, count - 1)
-        # The step must come after the previous choice, and early enough that the remaining choices fit after it.
+        # after the previous choice, and early enough for all remaining choices
         free = range(chosen[-1] + 1 if chosen else 0, last - (count - number) + 2)
         chosen.append(min(free, key=lambda i: abs(places[i] - want)))
     return chosen
@@ -116,8 +112,8 @@ def make_stack(approximations: Approximations, plan: Sequence[Step], device: tor
 
 
 def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
-    """Parse a value of ``--guidance_by``. Return the route that weakens the second half of a guided batch, or None for
-    "null". Raises ValueError if the value is invalid or the model does not support it."""
+    """Parse ``--guidance_by``. Return the route that weakens the second half of a guided batch, or None for "null".
+    Raises ValueError if the value is invalid or the model does not support it."""
     asked, fused = f"--guidance_by {by}", config.sprint
     if by == "null":
         return None
@@ -138,8 +134,8 @@ def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
 class WeakHalf(NamedTuple):
     """Settings for the second half of a guided batch (``--guidance_by``).
 
-    route: the affected blocks. Mask tokens replace the output of a fused route. In any other route, only the tokens
-    ``kept`` are processed: for every step, (1, n) int64 indices. samples: B; a guided batch has 2 B rows."""
+    route: the affected blocks. Mask tokens replace the output of a fused route. Other routes process only the tokens
+    ``kept``: for every step, (1, n) int64 indices. samples: B, half of a guided batch."""
 
     route: TokenRoute
     samples: int
@@ -158,12 +154,12 @@ class BlockStack:
         self.fusion: Fusion | None = None
         self.weak: WeakHalf | None = None
         self.route: tuple[int, int] = (0, 0)
-        self.weak_tokens: Tensor | None = None  # tokens of the weak half in the current step, (1, n) int64
+        self.weak_tokens: Tensor | None = None  # the weak half's tokens in the current step, (1, n) int64
         self._evaluation = 0
 
     def use_routes(self, fusion: Fusion | None, route: tuple[int, int] | None, weak: WeakHalf | None) -> None:
-        """Set the model's fused route (first, last), the module that fuses its result, and the settings for the second
-        half of guided batches. Each is None if unused."""
+        """Set the model's fused route (first, last), its fusion, and the settings for the second half of guided
+        batches. Unused settings are None."""
         self.fusion, self.weak = fusion, weak
         self.route = route or ((0, 0) if weak is None else (weak.route.first, weak.route.last))
         self.weak_tokens = weak.kept[0].clone() if weak is not None and weak.kept else None
@@ -172,7 +168,7 @@ class BlockStack:
         self.blocks, self._evaluation = blocks, 0
 
     def prepare(self, i: int) -> None:
-        """Update the inputs that differ between steps of the same mode. Call this before step i is run or replayed."""
+        """Update the inputs that differ between steps of one mode. Call this before step i is run or replayed."""
         if self.weak_tokens is not None and self.weak is not None:
             self.weak_tokens.copy_(self.weak.kept[i])
 
@@ -194,12 +190,12 @@ class BlockStack:
         return self.run(number, _Blocks(self, blocks, modulations, context, grid), x)
 
     def run(self, number: int, blocks: "_Blocks", x: Tensor) -> Tensor:
-        """Return the output of the blocks for x (rows, N, D). number: index of the evaluation in its step."""
+        """Return the blocks' output for x (rows, N, D). number: index of the evaluation in its step."""
         return blocks.run(x)
 
 
 class _Blocks:
-    """The blocks of one call of a stack. The stack runs or skips them in order."""
+    """The blocks in one call of a stack, to run or skip in order."""
 
     def __init__(
         self,
@@ -221,7 +217,7 @@ class _Blocks:
         """Run the next ``count`` blocks on x and return the result; None runs all remaining blocks."""
         which = self._next(count)
         number, (first, last), fusion = which.stop - which.start, self._stack.route, self._stack.fusion
-        # One kernel gathers the modulations of the last blocks and of the final layer.
+        # the last blocks and the final layer gather modulations together
         self._modulations.gather(number + (self._done == len(self._blocks)))
         self._stack.evaluated += number * len(x)
         weak = self._stack.weak if self._stack.weak and len(x) == 2 * self._stack.weak.samples else None
@@ -241,7 +237,7 @@ class _Blocks:
     def _in_halves(
         self, blocks: Sequence[Block], x: Tensor, context: Context | list[Context] | None, samples: int
     ) -> Tensor:
-        """Run a route's blocks on a guided batch x (2 B, N, D). :class:`WeakHalf` describes the second half."""
+        """Run a route's blocks on both halves of a guided batch x (2 B, N, D), see :class:`WeakHalf`."""
         modulations = [next(self._modulations) for _ in blocks]
 
         def run(x: Tensor, rows: slice, grid: TokenGrid | None) -> Tensor:
@@ -265,7 +261,6 @@ class _Blocks:
 
 
 def _rows_of(context: Context | list[Context] | None, rows: slice) -> Any:
-    """Select rows of one context, or of several blocks' contexts; None for None."""
     if context is None:
         return None
     if isinstance(context, list):
@@ -274,16 +269,15 @@ def _rows_of(context: Context | list[Context] | None, rows: slice) -> Any:
 
 
 class TaylorStack(BlockStack):
-    """Block stack that runs the blocks only in some steps. Other steps extrapolate F = x_L - x_0, the sum of all
-    blocks' changes to the residual stream.
+    """Block stack that runs the blocks only in some steps. Other steps extrapolate F = x_L - x_0, the blocks' residual.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP by a Taylor series, with finite differences as
-    derivatives (eq. 4). Such a series is exact for polynomials up to degree 1. This class uses Newton's series: exact
-    up to degree ``order``.
+    derivatives (eq. 4). Such a series is exact for polynomials up to degree 1. This class uses Newton's series. It is
+    exact up to degree ``order``.
 
-    Both series weight the last evaluations by numbers that depend only on the steps' indices. So extrapolating F equals
-    extrapolating every block, up to rounding, and needs 1 / L of the memory for L blocks. F includes the gates; [T]
-    applies them after extrapolating. Order 0 reuses the last F. A sample does not depend on its batch.
+    Both series are weighted sums of the last evaluations, and the weights depend only on the steps' indices. So
+    extrapolating F equals extrapolating every block, up to rounding, and takes 1 / L of the memory for L blocks. F
+    includes the gates; [T] applies the gates after extrapolating. Order 0 reuses the last F.
 
     ``kept`` maps (index of the evaluation in its step, batch rows) to the last steps' F, (slots, rows, N, D)."""
 
@@ -316,8 +310,8 @@ class TaylorStack(BlockStack):
 
 
 def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-    """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider. kept: (n, *x.shape). weights: (>=
-    n,) float64."""
+    """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider. kept: (n, *x.shape). weights: (n,)
+    or longer, float64; elements after the first n are not used."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     weights = weights.to(total.dtype)
     for weight, part in zip(weights, kept, strict=False):
@@ -326,20 +320,19 @@ def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
 
 
 class FirstBlockDone(Exception):
-    """Raised to end a step after its first block, so that the caller can decide whether to run the remaining blocks."""
+    """Ends a step after its first block. The caller then decides whether to run the remaining blocks."""
 
 
 class FirstBlockStack(BlockStack):
     """First-block cache [F].
 
-    Let x_1 be the first block's output for the input x_0, x_L the last block's output, and r = x_1 - x_0. Primes mark
-    values from the last step that ran all blocks. If
+    The first block maps x_0 to x_1, the last block's output is x_L, and r = x_1 - x_0. Primes mark values from the last
+    complete step. A step runs only its first block, and uses x_L = x_1 + (x_L' - x_1'), if
 
-        mean |r - r'| < threshold mean |r'|
+        mean |r - r'| < threshold mean |r'|.
 
-    a step skips the blocks after the first and uses x_L = x_1 + (x_L' - x_1'). The means are over the batch, so a
-    sample depends on its batch. The host reads one number per step. A step's first evaluation decides for all its
-    evaluations.
+    The means are over the batch, so a sample depends on its batch. The host reads one number per step. A step's first
+    evaluation decides for all.
 
     ``kept`` maps (index of the evaluation in its step, batch rows) to x_L' - x_1', (rows, N, D)."""
 
@@ -355,7 +348,7 @@ class FirstBlockStack(BlockStack):
         self._first.clear()
 
     def reuses(self) -> bool:
-        """Return True if the current step can skip its remaining blocks. Its first block must have run."""
+        """Return True if the current step can skip its remaining blocks. The first block must have run."""
         assert self._change is not None  # the first step evaluates all blocks
         return self._change.item() < self._threshold
 
@@ -392,7 +385,6 @@ class FirstBlockStack(BlockStack):
             raise FirstBlockDone
 
     def _keep(self, key: tuple[int, int], tensor: Tensor) -> None:
-        """Copy ``tensor`` into ``kept[key]``; store a clone if the key is new."""
         if key in self.kept:
             self.kept[key].copy_(tensor)
         else:
@@ -402,17 +394,17 @@ class FirstBlockStack(BlockStack):
 class ReusedGuidance:
     """Wraps ``model(x, t, y)`` so that some steps skip the unconditional half of a guided batch.
 
-    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the difference
-    between the two outputs. Other steps evaluate the conditional half and subtract the stored difference to get the
-    unconditional output (Lv et al., "FasterCache", 2024, sec. 3.3, but without weighting frequencies).
+    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the outputs'
+    difference. Other steps evaluate only the conditional half, and subtract the stored difference to get the
+    unconditional half (Lv et al., "FasterCache", 2024, sec. 3.3, but without weighting frequencies).
 
-    samples: B. A batch of B rows has no unconditional half and is passed to ``model`` unchanged."""
+    samples: B. A batch of B rows has no unconditional half and goes to ``model`` unchanged."""
 
     def __init__(self, model: Callable[[Tensor, Tensor, Tensor], Tensor], samples: int):
         self._model, self._samples = model, samples
         self._differences: list[Tensor] = []
         self._fresh, self._evaluation = True, 0
-        self.rows = 0  # total number of batch rows that guidance has requested, including skipped ones
+        self.rows = 0  # batch rows that guidance has requested, with skipped ones
 
     def begin(self, fresh: bool) -> None:
         self._fresh, self._evaluation = fresh, 0

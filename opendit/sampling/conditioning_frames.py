@@ -28,8 +28,8 @@ from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return a list with a note if the model has extra input channels for conditioning frames, else []. Raises
-    ValueError if the model can't draw without conditioning frames."""
+    """Return a note, in a list, if the model has channels for conditioning frames; else []. Raises ValueError if the
+    model can't draw without conditioning frames."""
     if config.given_beside:
         raise ValueError("a model of image to video is given a picture; draw with sample.py --image")
     if config.given_frames is None or config.given_in_place:
@@ -65,7 +65,7 @@ def encode_frames(
         image: one or a list of file names, ``PIL.Image``s or uint8 arrays (H, W, 3).
         clip: one or a list of file names, ``VideoClip``s or uint8 arrays (T, H, W, 3).
         frames: number of frames to use from a clip; by default as in training, or half of the frames to draw.
-        interval, fps: interval between the frames to read from a file. ``fps`` sets a rate instead.
+        interval, fps: interval between the frames of a file, or, instead, their rate.
         path: path of the model, for messages.
 
     Returns masks and latents (n, 1 + C, T, H, W), fp32 on ``device``; None without pictures and clips. Raises
@@ -83,7 +83,7 @@ def encode_frames(
     if config.given_frames is None:
         what = "draws pictures" if not config.is_video else "was trained without --given_frames"
         advice = "leave it out" + ", or fine-tune the model with it (docs/video.md)" * config.is_video
-        if config.is_video and isinstance(config, PublicConfig):  # their training has no --given_frames
+        if config.is_video and isinstance(config, PublicConfig):  # such models have no --given_frames
             what, advice = "draws clips of captions alone", "leave it out, or take a model of image to video"
         raise ValueError(f"{flag}: {path} {what}; {advice}")
     assert isinstance(codec, VideoCodec)  # every model of clips has a VideoCodec
@@ -91,7 +91,7 @@ def encode_frames(
     pixels = (count - 1) * codec.temporal_downscale + 1
     height, width = (side * codec.downscale for side in size[1:])
     read = [_frames(flag, each, pixels, interval, fps, (height, width)) for each in _as_list(media)]
-    if config.given_beside:  # these models take a full clip that is grey after the first frame
+    if config.given_beside:  # these models take a clip that is grey after the first frame
         whole = (size[0] - 1) * codec.temporal_downscale + 1
         read, count = [pad(frame, (0, 0, 0, 0, 0, whole - 1)) for frame in read], size[0]
     encoded = []
@@ -107,8 +107,7 @@ def encode_frames(
 
 
 def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any = None) -> Tensor | None:
-    """Encode n pictures, or the last frames of n clips, to tokens (n, tokens, width). Returns None for a model without
-    an image encoder (``pictures``)."""
+    """Encode n pictures, or n clips' last frames, to tokens (n, tokens, width). None without an image encoder."""
     if pictures is None:
         return None
     if image is not None:
@@ -118,7 +117,7 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
     """Add picture tokens (n, tokens, width), if any, to the caption conditions y of the samples ``index`` (B,). Sample
-    i uses picture i modulo n."""
+    i gets picture i modulo n."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
@@ -129,8 +128,7 @@ def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 def _latent_count(mode: str, flag: str, drawn: int, frames: int | None, temporal: int, path: str) -> int:
-    """Return the number of conditioning latent frames. Raises ValueError if it does not fit the model or the clip to
-    draw."""
+    """Return the number of conditioning latent frames. Raises ValueError if the model or the clip does not allow it."""
     trained = parse_given(mode)
     if frames is not None:
         if (frames - 1) % temporal:
@@ -185,7 +183,7 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
             return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
-    # Use every frame of a clip in memory, because a generated clip already has the training interval.
+    # A generated clip in memory already has the training interval.
     interval = 1
     return frames[choose(len(frames))]
 

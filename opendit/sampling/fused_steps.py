@@ -3,9 +3,9 @@
     take_step        select each sample's rows in the tables of weights and noise
     embed_patches    convert the sampler's x to tokens, for both halves of guidance
     ...              the network's blocks and final layer
-    guided_update    apply guidance and the sampler's update to the network's output, giving the next x
+    guided_update    apply guidance and the sampler's update to the network's output
 
-These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``. ``Sampler.weights`` gives the weights.
+These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``, with the weights of ``Sampler.weights``.
 Samples differ only by fp32 rounding. All inputs of a step are in static memory."""
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from opendit.sampling.prepared_model import PreparedModel
 
 
 class StepKind(NamedTuple):
-    """The structure of a step, without its weights and noise. All steps of a kind share one CUDA graph."""
+    """A step without its weights and noise. All steps of a kind share one CUDA graph."""
 
     guided: bool
     evaluations: int
@@ -42,7 +42,7 @@ def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
     """Return True if the kernels support a model that draws latents of this size.
 
-    Not supported: conditioning frames, captions in the token sequence, samples divided over ranks, and one frame
+    Not supported: conditioning frames, captions in the token sequence, samples divided over ranks, and frames that are
     repeated to fill a patch. The patch embedding must be one matrix product with a bias."""
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # True if a clip model draws a picture, see DiT.forward
@@ -56,7 +56,7 @@ class FusedSteps:
 
     Args:
         linear, guided: every step's weights, and True for every step with guidance.
-        state: the sampler's static state; x is the first tensor. Every tensor is (B, C, ...) fp32, contiguous.
+        state: the sampler's static state, with x as its first tensor. Every tensor is (B, C, ...) fp32, contiguous.
         step: (B,) int64, static: each sample's step, counted from the tables' first step.
     """
 
@@ -82,7 +82,7 @@ class FusedSteps:
         self._all = torch.tensor(table, dtype=torch.float64).to(device, torch.float32)
         self._noisy = any(kind.noise for kind in self.kinds)
         self._guidance = torch.full((len(step),), cfg_scale, dtype=torch.float32, device=device)
-        # Two tensors for each evaluation: the network's input in the next evaluation, and the prediction.
+        # For each evaluation: the network's next input, and the prediction.
         self._between = [
             (torch.empty_like(x), torch.empty_like(x)) for _ in range(max(k.evaluations for k in self.kinds))
         ]
@@ -96,7 +96,7 @@ class FusedSteps:
         self._noise = x.new_empty(capacity * len(x), *x.shape[1:]) if self._noisy else None
 
     def fill(self, first: int, count: int, noise_of: Callable[[int], Tensor]) -> None:
-        """Write the weights and noise of ``count`` steps into the tables, beginning with step ``first``."""
+        """Write ``count`` steps' weights and noise into the tables, beginning with step ``first``."""
         self._numbers[:count].copy_(self._all[first : first + count])
         for i in range(count):
             if self._noise is not None and self.kinds[first + i].noise:
@@ -104,7 +104,7 @@ class FusedSteps:
                 self._noise[rows].copy_(noise_of(first + i))
 
     def advance(self, kind: StepKind) -> int:
-        """Run a step of this kind. Return how many batch rows the network evaluated, summed over its evaluations."""
+        """Run a step of this kind. Return the number of batch rows that the network evaluated, over all evaluations."""
         model, network, halves = self.network.model, self.network, 1 + kind.guided
         take_step = sampling_step.take_step if self._kernels else sampling_step.take_step_reference
         embed = sampling_step.embed_patches if self._kernels else sampling_step.embed_patches_reference
@@ -139,9 +139,10 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them. The factor of the network's
-    input comes first. Each evaluation except the last adds the weights of the next input and of the prediction. Then
-    follow the weights of the new state, and p and q of a learned variance."""
+    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them.
+
+    First the factor of the network's input. Then, for each evaluation but the last, the weights of the next input and
+    of the prediction. Then the new state's weights, and a learned variance's p and q."""
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
         numbers += [*weights, *[0.0] * (len(weights) - 1), 1.0]
@@ -160,7 +161,7 @@ def fused_steps(
     cfg_scale: float,
     cfg_channels: int | None,
 ) -> FusedSteps | None:
-    """Return the fused steps of ``sampler``; None if the sampler's update is no weighted sum, or has too many terms."""
+    """Return the fused steps of ``sampler``; None if its update is no weighted sum, or has too many terms."""
     stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
     found = [weights_of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
     if len(found) < len(stated):
@@ -176,7 +177,7 @@ def weights_of_network(step: StepWeights, objective: Objective, sampler: Sampler
     of_input, of_output = objective.network_weights(sampler.trajectory, i)
     if (of_input, of_output) == (0.0, 1.0):
         return step
-    (scales,) = step.inputs  # samplers of such objectives have one evaluation per step
+    (scales,) = step.inputs  # such objectives' samplers have one evaluation per step
     parts = len(scales)
     after = []
     for weights in step.after:

@@ -50,8 +50,8 @@ SOURCE_FPS = 24  # frame rate of the training files if the weights don't store o
 def checkpoint_at(
     ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
 ) -> Path:
-    """Return ``ckpt`` as a path. "latest" means the newest run with a checkpoint under ``outputs``: a run of ``model``,
-    or with ``video`` of any clip model. Raises ValueError if there is no such run."""
+    """Return ``ckpt`` as a path. Raises ValueError if "latest" finds no run. "latest" is the newest run with a
+    checkpoint under ``outputs``: of ``model``, or with ``video`` of any clip model."""
     if str(ckpt) != "latest":
         return Path(ckpt).expanduser()
     if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
@@ -60,8 +60,7 @@ def checkpoint_at(
 
 
 def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = "null") -> None:
-    """Raise ValueError if the model lacks the null class that guidance needs, or does not support ``by``, the value of
-    ``--guidance_by``."""
+    """Raise ValueError if the model lacks guidance's null class, or does not support ``--guidance_by`` ``by``."""
     weak_route(config, by)
     if not config.null_class and scale != 1 and by in ("null", "route"):
         raise ValueError(
@@ -96,8 +95,7 @@ class VaeLoader:
     _begun: tuple[str, DiTConfig | None] | None = None
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> None:
-        """Start to load the VAE in a thread, because importing diffusers alone takes seconds. Does nothing for the VAE
-        "none", or if the VAE is not known yet. path, which: see ``find_weights``. vae: see :func:`vae_of`."""
+        """Start to load the VAE in a thread. path, which: see ``find_weights``. vae: see :func:`vae_of`."""
         try:
             weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
             name, config = vae_of(vae, weights), weights.config
@@ -114,7 +112,7 @@ class VaeLoader:
         return self.work.result()
 
     def _load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
-        """Load a VAE. config: the model's configuration, or None if unknown. None means a latent model of pictures."""
+        """Load a VAE. config: the model's configuration; None for a latent model of pictures."""
         load = load_video_codec if config is not None and config.is_video else load_codec
         # Only the VAE "none" uses ``channels``.
         channels = 0 if config is None else config.in_channels
@@ -124,8 +122,7 @@ class VaeLoader:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights, objective and VAE. A thread may still be loading the VAE. notes: remarks for the
-    user."""
+    """A model with its weights, objective and VAE. The VAE may still be loading. notes: remarks for the user."""
 
     network: DiT
     weights: Weights
@@ -166,7 +163,7 @@ def load_model(
     if both is not None:
         network.config = replace(both.config, text=network.config.text)
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
-        # Read both networks from one checkpoint: from an older one, if the newest is damaged.
+        # Both networks must be from one checkpoint, an older one if the newest is damaged.
         low = (low_noise_of(weights.path) if second is None else None) or both.low
         network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)
@@ -175,7 +172,7 @@ def load_model(
 
 
 class BothNetworks(NamedTuple):
-    """The configuration of a model with two networks, and the paths of the high-noise and the low-noise network."""
+    """A model with two networks: its configuration, and the paths of the high-noise and the low-noise network."""
 
     config: PublicConfig
     high: str | Path
@@ -183,8 +180,7 @@ class BothNetworks(NamedTuple):
 
 
 def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
-    """Return the configuration and paths of a model's two networks; None for a model with one network. Raises
-    ValueError if a network is missing, or if ``second`` does not fit."""
+    """Return a model's two networks; None for a model with one. Raises ValueError if one is missing or doesn't fit."""
     two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
     second = low_noise_of(path) if second is None else second
     if second is not None and (two is None or two.expert is None):
@@ -234,8 +230,7 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16, because bfloat16 is
-    less accurate."""
+    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16."""
     return torch.float32 if precision == "fp32" else torch.float16
 
 
@@ -243,7 +238,7 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
     """Return the text encoder for a model's captions: ``name``, by default the one in the weights' metadata. Raises
     ValueError if the name is unknown, or if the encoder does not fit the model."""
     text = weights.config and weights.config.text
-    assert text is not None  # this function is called only for models with captions
+    assert text is not None  # only models with captions get here
     stored: str = weights.info.get("text_encoder") or text.name
     if name is None and weights.path.is_dir():  # a public model's folder contains its encoders
         return stored
@@ -274,8 +269,7 @@ def make_conditioner(
     precision: str,
     text_precision: str = "bf16",
 ) -> Conditioner:
-    """Return a model's conditioner, with the frozen text encoder if the model needs one. For errors see
-    :func:`text_encoder_of`."""
+    """Return a model's conditioner, with the frozen text encoder if needed. For errors see :func:`text_encoder_of`."""
     if config.text is None:
         assert config.num_classes is not None
         return LabelConditioner(config.num_classes, device)
@@ -296,7 +290,7 @@ def published_conditioner(
     precision: str,
     text_precision: str = "bf16",
 ) -> PublishedConditioner:
-    """Return the conditioner of a public model, with the text encoders from its pipeline's folder. Raises ValueError or
+    """Return a public model's conditioner, with the text encoders from its pipeline's folder. Raises ValueError or
     FileNotFoundError if a file is missing or belongs to another model."""
     from opendit.encoders.published_text import load_published_text, text_widths
 
@@ -324,7 +318,7 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
     if not isinstance(config, PublicConfig):
         return scale
     guidance = family_of(config.family).guidance
-    # Some networks, for example FLUX.1-schnell's, have no guidance input.
+    # some networks, such as FLUX.1-schnell's, have no guidance input
     if guidance.formula == "embedded" and not config.spec.guidance:
         return 1.0
     return scale_of_family(guidance, scale)
@@ -347,8 +341,7 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the default (number of steps, guidance scale): a public model's, (2, 1.0) for MeanFlow, otherwise
-    (``steps``, ``scale``)."""
+    """Return default (number of steps, guidance scale): a public model's, (2, 1.0) for MeanFlow, else the arguments."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)
@@ -389,8 +382,8 @@ def latent_size(
     num_frames: int | None = None,
     image_size: int | tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the size of the latents to draw, (h, w) or (t, h, w). num_frames: by default as in training. image_size:
-    the side, or (height, width), in pixels. Raises ValueError if an argument does not fit the model."""
+    """Return the size of the latents to draw, (h, w) or (t, h, w). Raises ValueError if an argument does not fit the
+    model. num_frames: by default as in training. image_size: the side, or (height, width), in pixels."""
     *frames, height, width = config.input_size
     if frames:
         channels, downscale, temporal = video_geometry(vae, config.in_channels)
@@ -407,9 +400,9 @@ def latent_size(
         raise ValueError(
             f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
         )
-    # This raises ValueError if the number of latent frames is not a multiple of the patch's frames.
+    # Raises ValueError for frames that don't fill a patch.
     grid = config.grid_of((*frames, height, width))
-    if config.positions == "learned" and grid[0] > config.grid[0]:  # only the number of frames can differ from training
+    if config.positions == "learned" and grid[0] > config.grid[0]:  # only the number of frames may differ from training
         most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
         raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned fewer positions; give {most} at most")
     return (*frames, height, width)
@@ -434,7 +427,7 @@ def _any_size(
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
     """Return the frame rate of generated clips, from the weights' metadata or else SOURCE_FPS / interval.
-    frame_interval: replaces the training interval, but is ignored for a public model's folder."""
+    frame_interval: replaces the training interval, except for a public model's folder."""
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
         return weights.info.get("clip_fps", PUBLIC_FPS)
     if (known := weights.info.get("clip_fps")) is not None:

@@ -17,14 +17,13 @@ from PIL import Image
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_files import write_mp4
 
-# Name of the file that lists what sample.py wrote in a folder. The next run deletes the listed files.
+# File with the list of what sample.py wrote in a folder. The next run deletes the listed files.
 INDEX = ".samples.json"
-LONGEST = 100  # maximum bytes of a label in a file name; file systems allow 255 (143 if encrypted)
+LONGEST = 100  # bytes of a label in a file name, at most; file systems allow 255 (143 if encrypted)
 
 
 def file_name(number: int, label: str) -> str:
-    """Return a file name without suffix that every file system accepts, such as "000007-a_cat__asleep" for (7, "a cat,
-    asleep")."""
+    """Return a file name without suffix for every file system: (7, "a cat, asleep") -> "000007-a_cat__asleep"."""
     name = ""
     for character in label[:40]:
         name += character if (character.isalnum() or character in "-_") and _encodes(character) else "_"
@@ -54,8 +53,8 @@ class OutputFolder:
                 remove(self.folder / name)
 
     def begin(self) -> list[str]:
-        """Delete the files that an earlier run wrote in this folder, and no others. Return a list with a note if other
-        files look like samples, else []. Raises OSError."""
+        """Delete the files that an earlier run wrote in this folder, and no others. Raises OSError. Return a note, in a
+        list, if other files look like samples; else []."""
         earlier = self._earlier()
         self._write_index({*earlier, *self.names})  # written before the first file, in case this run is killed
         for name in os.listdir(self.folder):
@@ -69,7 +68,7 @@ class OutputFolder:
         return []
 
     def count_samples(self) -> int:
-        """Return the number of samples that have a file."""
+        """Return the number of samples with a file."""
         return sum((self.folder / name).is_file() for name in self.names if re.match(r"\d{6}", name))
 
     def _write_index(self, names: Iterable[str]) -> None:
@@ -84,7 +83,6 @@ class OutputFolder:
 
 
 def _unfinished(name: str) -> str | None:
-    """Return the final name of the temporary file ``name``; None if ``name`` does not name a temporary file."""
     found = re.fullmatch(r"\.(.+)\.\d+(\.\w+)", name) or re.fullmatch(r"(.+\.mp4)()\.\d+\.partial", name)
     return found and found[1] + found[2]
 
@@ -92,14 +90,14 @@ def _unfinished(name: str) -> str | None:
 def write_npz(
     path: Path, arrays: dict[str, tuple[str, tuple[int, ...], Iterable[np.ndarray]]], mark: str | None = None
 ) -> None:
-    """Write an .npz as np.savez does, but in blocks, so that the arrays need not fit in memory. arrays: name -> (dtype
-    such as "|u1", shape, blocks of the values in C order). mark: see :func:`replacing`."""
+    """Write an .npz as np.savez does, but in blocks, for arrays larger than memory. mark: see :func:`replacing`.
+    arrays: name -> (dtype such as "|u1", shape, blocks of the values in C order)."""
     with replacing(path, mark) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, (descr, shape, blocks) in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 file.write(npy_header(shape, descr))
                 for block in blocks:
-                    # Write a byte view: a memoryview can't hold unicode, and tobytes() would copy the block.
+                    # A byte view, because a memoryview can't hold unicode, and tobytes() would copy the block.
                     file.write(np.ascontiguousarray(block, dtype=descr).reshape(-1).view(np.uint8).data)
 
 
@@ -111,7 +109,7 @@ def npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
 
 
 def texts(captions: list[str]) -> tuple[str, tuple[int, ...], Iterator[np.ndarray]]:
-    """Return captions as an array in the form that :func:`write_npz` takes: (dtype, shape, iterator over blocks)."""
+    """Return captions in the form that :func:`write_npz` takes: (dtype, shape, iterator over blocks)."""
     descr = f"<U{max([1, *map(len, captions)])}"
     blocks = (np.array(captions[first : first + 256], dtype=descr) for first in range(0, len(captions), 256))
     return descr, (len(captions),), blocks

@@ -72,7 +72,7 @@ class Writers:
         try:
             if self._error is None:
                 task(*args)
-        except BaseException as error:  # the next call of put or close raises the error
+        except BaseException as error:  # put or close raises the error
             self._error = self._error or error
         finally:
             self._room.release()
@@ -89,8 +89,8 @@ class _Batch:
     Attributes:
         rows: number of pictures, frames or tiles to decode.
         tiles: the division of pictures into tiles; None if ranks don't share a picture's tiles.
-        pixels: the decoded rows: at first this rank's share, later all rows, and in the end all rows on the host.
-        ready: event on the side stream, recorded after the last operation on ``pixels``; None on a CPU.
+        pixels: the decoded rows: first this rank's, then all, and in the end all on the host.
+        ready: event on the side stream after the last operation on ``pixels``; None on a CPU.
     """
 
     index: Tensor
@@ -107,8 +107,9 @@ class OutputPipeline:
     manager delivers the remaining batches, but none after an exception.
 
     Args:
-        deliver: called with the samples' numbers (B,) and uint8 pixels, (B, H, W, 3) or (B, T, H, W, 3), one or two
-            calls of :meth:`put` later.
+        deliver: called with samples' numbers (B,) and uint8 pixels, (B, H, W, 3) or (B, T, H, W, 3). A batch is
+            delivered
+            one or two calls of :meth:`put` later.
         ranks: the replica's ranks; None for a single rank.
         leads: True if this rank calls ``deliver``.
     """
@@ -122,7 +123,7 @@ class OutputPipeline:
         leads: bool = True,
     ):
         self._ranks, self._leads, self._deliver = ranks, leads, deliver
-        # A picture codec decodes frames independently, so ranks can divide the frames of a single clip.
+        # Ranks can divide a clip's frames if a picture codec decodes them independently.
         self._frames = isinstance(codec, FrameCodec)
         self._codec = codec.codec if isinstance(codec, FrameCodec) else codec
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -136,14 +137,13 @@ class OutputPipeline:
             self.finish()
 
     def put(self, index: Tensor, latents: Tensor) -> None:
-        """Start to decode latents (B, C, ...) of the samples ``index`` (B,), and deliver an earlier batch, if there is
-        one. Raises the errors of ``deliver``."""
+        """Start to decode latents (B, C, ...) of the samples ``index`` (B,), and deliver an earlier batch. Raises the
+        errors of ``deliver``."""
         batch = self._start(index, latents)
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
         self._in_flight.append(batch)
-        # Deliver an earlier batch, so that the GPU decodes the new batch while the host waits. A batch that ranks share
-        # is delivered one call later.
+        # While the host waits for an earlier batch, the GPU decodes the new one. Shared batches wait for one more call.
         while len(self._in_flight) > (1 if self._ranks is None else 2):
             self._deliver_batch(self._in_flight.popleft())
 
@@ -155,12 +155,11 @@ class OutputPipeline:
             self._deliver_batch(self._in_flight.popleft())
 
     def _start(self, index: Tensor, latents: Tensor) -> _Batch:
-        """Start to decode this rank's share of a batch."""
-        latents = latents.clone()  # the CUDA graph of the next batch may overwrite this memory
+        latents = latents.clone()  # the next batch's CUDA graph may overwrite this memory
         rows = frames_of(latents) if self._frames else latents
         decode, form, tiles = self._codec.decode_in_slices, to_bytes, None
         if self._ranks is not None and (tiles := self._codec.tiles(rows)) is not None:
-            # Exchange tiles before rounding to bytes, because blending bytes would round twice.
+            # Blending bytes would round twice, so tiles are exchanged before rounding.
             rows, codec = tiles.cut(rows), self._codec
             assert isinstance(codec, FrozenVAE)  # no other codec has tiles
             decode, form = codec.decode_whole, lambda part: part.to(codec.dtype)
@@ -176,7 +175,7 @@ class OutputPipeline:
             return _Batch(index, count, tiles, pixels, self._record())
 
     def _gather(self, batch: _Batch) -> None:
-        """Gather the ranks' shares of a batch. This runs on the main stream, so that ranks communicate in one order."""
+        """Gather the ranks' shares of a batch, on the main stream, so that ranks communicate in one order."""
         assert self._ranks is not None
         if self._side is not None and batch.ready is not None:
             main = torch.cuda.current_stream()
@@ -201,8 +200,7 @@ class OutputPipeline:
         self._deliver(batch.index, pictures)
 
     def _on_side(self, after: Tensor):
-        """Return a context that runs operations on the side stream, after all operations launched on the main stream so
-        far. The operations may read the tensor ``after``."""
+        """Return a context for the side stream, after the main stream's operations so far. It may read ``after``."""
         if self._side is None:
             return contextlib.nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
@@ -218,7 +216,7 @@ class OutputPipeline:
 
     @staticmethod
     def _to_host(pixels: Tensor) -> Tensor:
-        """Start a copy to pinned memory and return it. An event recorded afterwards shows when the copy is done."""
+        """Start a copy to pinned memory and return it. An event recorded afterwards tells when it is done."""
         if pixels.device.type == "cpu":
             return pixels
         host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
@@ -227,8 +225,8 @@ class OutputPipeline:
 
 @dataclass
 class ReplicaBatches:
-    """Iterable over the batches (ranges of sample numbers) that this replica draws. All ranks of a replica get equal
-    batches. A replica that has finished a group of batches takes the next group from the queue."""
+    """Iterable over the batches (ranges of sample numbers) that this replica draws. Its ranks get equal batches.
+    Batches come in groups. A replica that has finished a group takes the next one from the queue."""
 
     groups: list[list[range]]
     queue: "SharedQueue"
@@ -242,7 +240,7 @@ class ReplicaBatches:
             yield from self.groups[number]
 
     def decode(self, index: Tensor, latents: Tensor) -> None:
-        """Start to decode the latents (B, C, ...) of a batch. Later calls deliver its pictures."""
+        """Start to decode a batch's latents (B, C, ...). Later calls deliver its pictures."""
         with self.stages("decoding"):
             self.pipeline.put(index, latents)
         if self.leads:
@@ -257,12 +255,13 @@ def replica_batches(
     deliver: Callable[[Tensor, np.ndarray], None],
     finish: Callable[[], None],
 ) -> Iterator[ReplicaBatches]:
-    """Distribute a cache's missing parts over all replicas, and show a progress bar. All ranks must call this. On exit,
-    ``finish`` is called, and rank 0 waits until all replicas have drawn their samples. deliver: see
+    """Distribute a cache's missing files over all replicas, and show a progress bar. All ranks must call this.
+
+    On exit, ``finish`` is called, and rank 0 waits until all replicas have drawn their samples. deliver: see
     :class:`OutputPipeline`."""
     mesh, replica, stages = run.mesh, run.replica, run.stages
     groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
-    name = mesh.broadcast_object(secrets.token_hex(8))  # random, because the store keeps the keys of earlier queues
+    name = mesh.broadcast_object(secrets.token_hex(8))  # random: the store keeps the keys of earlier queues
     queue = SharedQueue(meet(find_place()), name, len(groups), replica)
     total = sum(len(batch) for group in groups for batch in group)
     with (
@@ -282,8 +281,7 @@ def replica_batches(
 
 
 def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
-    """Return a job's batch size, at most ``most``. If every part of the job is one sample, replicas draw about equally
-    many samples."""
+    """Return a job's batch size, at most ``most``. In small jobs, replicas draw about equally many samples."""
     if job.samples_a_part > 1:
         return min(most, math.ceil(job.count / replicas))
     rounds = math.ceil(job.count / (most * replicas))
@@ -291,11 +289,11 @@ def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
 
 
 class SharedQueue:
-    """Iterable that hands out the numbers 0 to ``count`` - 1, each to the replica that asks first. name: unique in the
+    """Iterable that hands out the numbers 0 to ``count`` - 1, each to the first replica that asks. name: unique in the
     store.
 
-    A replica's first rank increments a counter in the store, and passes the number to the replica's other ranks through
-    a key. These ranks poll the key, because a blocking call would delay other threads that use the connection."""
+    A replica's first rank increments a counter in the store, and passes the number to its other ranks through a key.
+    They poll the key, because a blocking call would delay other threads that use the connection."""
 
     def __init__(self, store: Store, name: str, count: int, replica: Replica):
         self._store, self._name, self.count, self._replica = store, f"queue/{name}", count, replica

@@ -43,9 +43,9 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 Place = str | os.PathLike[str]
 LoraArgument = Place | Sequence[Place | tuple[Place, float]] | None
-ENGINES = 2  # maximum number of engines that a pipeline stores, each with CUDA graphs
+ENGINES = 2  # engines with CUDA graphs that a pipeline stores, at most
 MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # the limits of sample.py's flags
-# Flags of sample.py -> arguments of this module, where the names differ.
+# Flags of sample.py -> arguments of this module, if the names differ.
 ARGUMENTS = {
     "ckpt": "path",
     "mixed_precision": "precision",
@@ -154,7 +154,7 @@ def load(
         notes.append(chosen.ops_note)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    described = Weights({}, found.path, found.info)  # without the tensors, because the network already holds them
+    described = Weights({}, found.path, found.info)  # without the tensors: the network holds them
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
     return Pipeline(network, loaded.objective, codec, conditioner, described, precision, notes)
 
@@ -320,8 +320,7 @@ class Pipeline:
     def _resolve(
         self, what: int | str | Sequence[int | str], settings: "DrawSettings"
     ) -> tuple[Condition, Condition, dict[str, Any]]:
-        """Check the arguments of a call. Return the samples' conditions, the unconditional condition for guidance, and
-        the engine's settings."""
+        """Check a call's arguments. Return the samples' conditions, guidance's null condition, and engine settings."""
         settings.check(self.config.in_channels)
         guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):
@@ -341,7 +340,7 @@ class Pipeline:
             self.conditioner.guidance = embedded_guidance(self.config, guidance)
         y, scale = self._conditions(what), loading.guidance_of(self.config, float(guidance))
         if isinstance(what, int) and negative is None:
-            scale, interval = 1.0, None  # without a condition, both halves of guidance would be equal
+            scale, interval = 1.0, None  # without a condition, both halves of guidance are equal
         plan: dict[str, Any] = dict(
             steps=settings.steps,
             sampler=sampler,
@@ -434,7 +433,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """Arguments of a call of :class:`Pipeline`; ``Pipeline.__call__`` describes them."""
+    """Arguments of :meth:`Pipeline.__call__`."""
 
     steps: int = 50
     guidance: float = 4.0
@@ -485,7 +484,7 @@ def arguments_named() -> Iterator[None]:
 
 
 def _as_keywords(found: re.Match[str]) -> str:
-    """Rewrite the matched ``--flag value ...`` as Python arguments, if every value is a single word."""
+    """Rewrite ``--flag value ...`` as Python arguments, if every value is a single word."""
     try:
         words = shlex.split(found[0])
     except ValueError:  # an unclosed quote

@@ -1,4 +1,4 @@
-"""Prepare a model for sampling: all tensors that do not depend on x_t are precomputed and stored."""
+"""Prepare a model for sampling: precompute and store all tensors that do not depend on x_t."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +14,23 @@ from opendit.models.blocks import Context, ResidualStream
 from opendit.models.conditioning import Condition, joined, with_given
 from opendit.models.dit import DiT
 
-PRODUCT_ROWS = 256  # number of rows in every matrix product that computes modulations
+PRODUCT_ROWS = 256  # rows of every matrix product that computes modulations
 
 GatherRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class PreparedModel:
-    """A model for the sampling steps of one batch of B samples, called as ``model(x, t, rows)``. Times and captions are
-    embedded in advance, not in every step.
+    """A model for the sampling steps of a batch of B samples, called as ``model(x, t, rows)``.
 
-    The layers that compute the modulations hold a third of DiT-XL/2's weights. So the modulations of many steps are
-    computed at once, into a table with one row per (step, evaluation, condition). A step gathers its samples' rows. The
-    conditions are those of the B samples, then guidance's null condition, once or B times. The captions' keys and
-    values, and the positions, are computed once.
+    Times and captions are embedded in advance. Modulations are computed for many steps at once, because their layers
+    hold a third of DiT-XL/2's weights. They are in a table with one row per (step, evaluation, condition); a step
+    gathers its samples' rows. The conditions are the B samples', then guidance's null condition, once or B times. The
+    captions' keys and values, and the positions, are computed once.
 
     All tensors stay at fixed addresses, so a CUDA graph can be replayed with other batches and at other steps.
 
     Args:
-        times: times t of all evaluations of the network: (steps, evaluations), or (steps, evaluations, K) for K times.
+        times: times t of all the network's evaluations: (steps, evaluations), or (steps, evaluations, K) for K times.
         guided: True if there is a null condition.
         size: size of the latents, without channels.
         memory: maximum bytes of a table. The table of modulations holds at least one step. If the captions' keys and
@@ -42,7 +41,7 @@ class PreparedModel:
         stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. Set it before
             the first call.
         table: modulations of all blocks and the final layer, (rows, sum of their widths); at first empty.
-        capacity: number of steps that the table holds; final after the first :meth:`condition`.
+        capacity: number of steps in the table; final after the first :meth:`condition`.
     """
 
     stack: Callable[..., Tensor]
@@ -81,11 +80,11 @@ class PreparedModel:
         self._make_table(len(both))
 
     def set_conditioning_frames(self, frames: Tensor | None) -> None:
-        """Set the conditioning frames of the batch: (B, 1 + C, T, H, W), a mask and latents; None if there are none."""
+        """Set the batch's conditioning frames, mask and latents (B, 1 + C, T, H, W), or None."""
         self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:
-        """Store every block's keys and values for all rows. If they exceed ``memory``, store the captions' tokens."""
+        """Store every block's keys and values for all rows, or the captions' tokens if ``memory`` is too small."""
         if context is None:
             self._parts = 0
             return
@@ -107,7 +106,7 @@ class PreparedModel:
         shape = self.capacity * rows + len(self._at_zero), width
         if self.table.shape != shape or self.table.dtype != dtypes[0]:
             self.table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
-        if len(self._at_zero):  # modulations of conditioning frames' tokens don't change between steps
+        if len(self._at_zero):  # conditioning frames' modulations don't change between steps
             self._write(self._at_zero + self.capacity * rows, self.times.new_zeros(len(self._at_zero)), self._at_zero)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
@@ -129,7 +128,7 @@ class PreparedModel:
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
-        """Compute the modulations of as many steps, from ``first`` on, as fit into the table. Return their number."""
+        """Fill the table with the modulations of the steps from ``first`` on. Return how many steps fit."""
         times = self.times[first : first + self.capacity]
         evaluations = times.flatten(0, 1)
         conditions = torch.arange(self.conditions, device=self.table.device).repeat(len(evaluations))
@@ -137,9 +136,8 @@ class PreparedModel:
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
-        """Compute modulations for times t (n,) or (n, K) and condition indices ``conditions`` (n,). Write them into the
-        table's ``rows`` (n,); None means its first n rows. Every matrix product has PRODUCT_ROWS rows, so a modulation
-        does not depend on how many are computed at once."""
+        """Write the modulations for times t (n,) or (n, K) and indices ``conditions`` (n,) into the table's ``rows``
+        (n,). None means the first n. Every product has PRODUCT_ROWS rows, so that a modulation does not depend on n."""
         for part in range(0, len(t), PRODUCT_ROWS):
             some = slice(part, min(part + PRODUCT_ROWS, len(t)))
             count = some.stop - part
@@ -155,7 +153,7 @@ class PreparedModel:
 
     @property
     def rows(self) -> Tensor:
-        """Table row of every sample at step 0, int64: (2, B) with guidance, (1, B) without."""
+        """The samples' table rows at step 0, int64: (2, B) with guidance, (1, B) without."""
         return self._static["rows"][0]
 
     @property
@@ -169,13 +167,13 @@ class PreparedModel:
 
     @property
     def contexts(self) -> list[Tensor]:
-        """Contexts of cross-attention: every block's keys and values, or the tokens that all blocks share, and then the
-        mask. Each is (2 B, tokens, ...), without guidance (B, tokens, ...). Exists only for models with captions."""
+        """Contexts of cross-attention: every block's keys and values, or the tokens for all blocks, and then the mask.
+        Each is (2 B, tokens, ...), without guidance (B, tokens, ...). Exists only for models with captions."""
         return self._static["contexts"]
 
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
-        """Return the final layer's output for tokens (n, N, D). residual: holds the tokens, and is emptied to free
-        memory. table_rows: (n,) int64, one table row per batch row."""
+        """Return the final layer's output for the tokens (n, N, D) in ``residual``. To free memory, ``residual`` is
+        emptied. table_rows: (n,) int64, one table row per batch row."""
         usable, _ = kernels_available(self.table.device, self.table.dtype)
         modulations = GatheredModulations(self.table, table_rows, self._widths, gather_rows if usable else select_rows)
         grid = self.model.token_grid(self.grid, self.positions)
@@ -189,14 +187,13 @@ class PreparedModel:
     def __call__(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
         """Return the network's output for x (n, C, ...). Call this once for every evaluation of a step, in order.
 
-        t is ignored, because the table was computed with the steps' times. rows: (n,) int64; row i of x is row
-        ``rows[i]`` of the guided batch. Sample b has row b in the conditional half and row B + b in the unconditional
-        half."""
+        t is ignored, because the table was computed with the steps' times. rows: (n,) int64, the rows of x in the
+        guided batch. Sample b has row b in the conditional half and row B + b in the unconditional half."""
         table_rows = self._rows[rows] if self.shared else self._rows[: len(x)]
         if self._evaluation:
             table_rows = table_rows + self._evaluation * self.conditions
         self._evaluation += 1
-        for frames in self._static.get("conditioning frames", []):  # both halves of guidance use the same frames
+        for frames in self._static.get("conditioning frames", []):  # both halves of guidance use equal frames
             given = frames[rows % self.samples]
             x = with_given(x, given)
             if len(self._at_zero):
@@ -205,7 +202,7 @@ class PreparedModel:
         modulations = GatheredModulations(self.table, table_rows, self._widths)
         return self.model.predict(x, modulations, self._context(rows), self.positions, self.stack)
 
-    # Any, because the stack takes GatheredContexts instead of a list of contexts
+    # Any: the stack takes GatheredContexts instead of a list of contexts
     def _context(self, rows: Tensor) -> Any:
         if not self._parts:
             return None
@@ -220,9 +217,10 @@ def select_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class GatheredModulations:
-    """Iterator over the modulations of every block and then of the final layer, gathered from a table. table: (R, sum
-    of ``widths``), all modulations side by side. rows: (n,) int64, table rows. gather_rows: :func:`select_rows`, or an
-    equivalent kernel."""
+    """Iterator over every block's modulations, and then the final layer's, gathered from a table.
+
+    table: (R, sum of ``widths``), all modulations side by side. rows: (n,) int64, table rows. gather_rows:
+    :func:`select_rows`, or an equivalent kernel."""
 
     def __init__(self, table: Tensor, rows: Tensor, widths: Sequence[int], gather_rows: GatherRows = select_rows):
         self._table, self._rows, self._widths, self._gather_rows = table, rows, widths, gather_rows
@@ -254,13 +252,13 @@ class GatheredModulations:
 
 class GatheredContexts:
     """The contexts of cross-attention, gathered only for blocks that run. kept: see ``PreparedModel.contexts``. every:
-    True if ``kept`` has every block's keys and values. rows_in: selects the rows of the current call."""
+    True for every block's keys and values. rows_in: selects a call's rows."""
 
     def __init__(self, kept: Sequence[Tensor], every: bool, rows_in: Callable[[Tensor], Tensor]):
         (*self._parts, self._mask), self._every, self._rows_in = kept, every, rows_in
 
     def of(self, blocks: slice) -> Context | list[Context]:
-        """Return the context of these blocks in the form that ``run_blocks`` takes."""
+        """Return these blocks' context in the form that ``run_blocks`` takes."""
         mask = self._rows_in(self._mask)
         if not self._every:
             return self._rows_in(self._parts[0]), mask

@@ -1,7 +1,7 @@
-"""Cache samples, or features of samples, on disk, so that a killed job can resume.
+"""Cache samples, or their features, on disk, so that a killed job can resume.
 
-A part of the cache is one file with a checksum, for a fixed range of samples. It is written atomically, after its
-samples' picture or clip files. A job resumes only if its settings equal those in the manifest."""
+The cache has one file, called a part, for each range of samples. The file has a checksum. It is written atomically,
+after the samples' picture or clip files. A job resumes only if its settings equal the manifest's."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ from opendit.sampling.output_files import npy_header
 
 FOLDER, MANIFEST = ".parts", "manifest.json"
 PART_BYTES = 16 * MIB
-FINE = 1024  # in jobs of at most this many samples, each sample is a separate part, so that no process is idle
+FINE = 1024  # smaller jobs have one sample per file of the cache, so that no process is idle
 BLOCK = 4 * MIB  # bytes to read at a time
 DIGEST = hashlib.sha256().digest_size
 _FILES = re.compile(r"\d{8}\.npy|manifest\.json|\.\d{8}\.\d+\.npy|\.manifest\.\d+\.json")
@@ -46,8 +46,8 @@ _KIND = FileKind(_Manifest, MIB)
 
 
 def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:
-    """Return the number of samples in a part. In jobs of up to ``FINE`` samples, it is 1. In larger jobs, a part holds
-    whole batches: at most ``PART_BYTES`` of pixels and 1/64 of the job, but at least one batch."""
+    """Return the number of samples per file of the cache: 1 in jobs of up to ``FINE`` samples. In larger jobs, a file
+    holds complete batches: at most ``PART_BYTES`` of pixels and 1/64 of the job, but at least one batch."""
     if count <= FINE:
         return 1
     return batch_size * max(1, min(PART_BYTES // (batch_size * sample_bytes), count // (64 * batch_size)))
@@ -58,10 +58,10 @@ class SamplingJob:
     """The job that a cache belongs to.
 
     Attributes:
-        settings: all values that determine a sample or its stored files, by name.
-        kept: the cache stores pixels only for the first ``kept`` of the ``count`` samples.
+        settings: name -> value, for all values that determine a sample or its files.
+        kept: number of samples with stored pixels, the first of ``count``.
         shape: shape of one sample's pixels.
-        samples_a_part: number of samples in every part except the last.
+        samples_a_part: number of samples in every file of the cache except the last.
         dtype: dtype of the pixels in numpy's notation; "<f4" for features.
     """
 
@@ -78,7 +78,7 @@ class SamplingJob:
 
 
 class DamagedPart(OSError):
-    """A part is missing or differs from what was written. The message names its file."""
+    """A file of the cache is missing or damaged. The message names it."""
 
 
 class SampleCache:
@@ -93,11 +93,10 @@ class SampleCache:
             raise ValueError(f"{self.folder} is a symbolic link; remove it, or give another --output")
 
     def samples(self, part: int) -> range:
-        """Return the sample numbers of a part."""
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """Return the number of samples with pixels in a part. These are the part's first samples."""
+        """Return how many samples in a file of the cache have pixels. They come first."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 
@@ -116,8 +115,7 @@ class SampleCache:
             file.write(digest.digest())
 
     def blocks(self, part: int) -> Iterator[np.ndarray]:
-        """Yield a part's pixels as bytes, in (n,) uint8 arrays. At the end, raises DamagedPart if the file is
-        damaged."""
+        """Yield a file's pixels as bytes, (n,) uint8. Raises DamagedPart at the end if the file is damaged."""
         header, digest = self._header(part), self._digest(part)
         left = self.rows(part) * int(np.prod(self.job.shape)) * np.dtype(self.job.dtype).itemsize
         try:
@@ -135,7 +133,7 @@ class SampleCache:
             raise DamagedPart(errno.EIO, "a part of the samples is damaged", str(self.path(part)))
 
     def is_intact(self, part: int) -> bool:
-        """Return True if a part exists, belongs to this job and is undamaged. Raises OSError."""
+        """Return True if a file of the cache exists, belongs to this job and is undamaged. Raises OSError."""
         try:
             for _ in self.blocks(part):
                 pass
@@ -148,7 +146,7 @@ class SampleCache:
             yield from self.blocks(part)
 
     def first(self, count: int) -> np.ndarray:
-        """Return the pixels (count, *shape) of the first ``count`` cached samples, or of all if there are fewer."""
+        """Return the first ``count`` samples' pixels (count, *shape), or all if there are fewer."""
         count, found = min(count, self.job.kept, self.job.count), []
         for part in range(self.count):
             if self.samples(part).start >= count:
@@ -172,8 +170,8 @@ class SampleCache:
         write_whole(self.folder / MANIFEST, text.encode(), root=self._root)
 
     def missing(self, finished: Callable[[int], bool]) -> tuple[list[int], list[str]]:
-        """Return the parts to draw, and messages about existing parts among them. An existing part is drawn again if it
-        is damaged, or if ``finished(number)`` is False for one of its samples."""
+        """Return the indices of missing, damaged or unfinished files of the cache, and messages about the existing
+        ones. ``finished(number)`` is False if a sample has lost its picture or clip file."""
 
         def problem(part: int) -> str | None:
             if not self.path(part).exists():
@@ -188,19 +186,17 @@ class SampleCache:
         return [part for part, line in enumerate(problems) if line is not None], [line for line in problems if line]
 
     def count_cached(self) -> int:
-        """Return the number of samples in parts that have a file."""
+        """Return the number of cached samples, by the names of the files."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sum(len(self.samples(int(name[:8]))) for name in names if re.fullmatch(r"\d{8}\.npy", name))
 
     def count_outside(self, missing: Collection[int]) -> int:
-        """Return the number of samples in the parts that are not in ``missing``."""
+        """Return the number of samples outside the missing files."""
         return self.job.count - sum(len(self.samples(part)) for part in missing)
 
     def batches_to_draw(self, missing: Collection[int], batch_size: int) -> list[list[range]]:
-        """Return the batches that contain the missing parts, in groups. One replica must draw all batches of a group.
-
-        A sample is always in the same batch, whichever parts are missing. So a batch may also contain samples of
-        finished parts, see :meth:`CacheWriter.wants`."""
+        """Return the batches for the missing files, in groups. One replica must draw all batches of a group. A sample's
+        batch does not change, so it may contain finished samples, see :meth:`CacheWriter.wants`."""
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
         ends = [min(self.job.count, first + step) for first in groups]
@@ -210,14 +206,13 @@ class SampleCache:
         ]
 
     def remove(self) -> None:
-        """Delete the cache's files, even those of another job. The manifest is deleted first, because no job resumes
-        without a manifest."""
+        """Delete the cache's files, also another job's. The manifest is first, because no job resumes without one."""
         if not self.folder.is_dir():
             return
         names = sorted((name for name in os.listdir(self.folder) if _FILES.fullmatch(name)), key=lambda n: n[0] != "m")
         for name in names:
             remove(self.folder / name, root=self._root)
-        with contextlib.suppress(OSError):  # raised if the folder contains a file that OpenDiT did not write
+        with contextlib.suppress(OSError):  # the folder may contain files that OpenDiT did not write
             remove_folder(self.folder, root=self._root)
 
     def remove_unfinished(self) -> None:
@@ -228,7 +223,7 @@ class SampleCache:
 
 
 class CacheWriter:
-    """Collects samples, in any order and from any thread, and writes each missing part once it is complete."""
+    """Collects samples, in any order and from any thread, and writes each missing file once it is complete."""
 
     def __init__(self, cache: SampleCache, missing: Collection[int]):
         self._cache, self._missing = cache, set(missing)
@@ -236,11 +231,11 @@ class CacheWriter:
         self._lock = threading.Lock()
 
     def wants(self, number: int) -> bool:
-        """Return True if the sample ``number`` is in a missing part."""
+        """Return True if the cache lacks the sample ``number``."""
         return number // self._cache.size in self._missing
 
     def add(self, number: int, pixels: np.ndarray) -> None:
-        """Add a sample of a missing part, once, after its picture or clip file has been written. Raises OSError."""
+        """Add a missing sample, once, after its picture or clip file has been written. Raises OSError."""
         part, cache = number // self._cache.size, self._cache
         first = cache.samples(part).start
         with self._lock:

@@ -35,11 +35,11 @@ from opendit.sampling.output_pipeline import ReplicaBatches, Writers, replica_ba
 from opendit.sampling.sampling_run import SamplingRun, announce
 
 PROFILE = "profile.json"
-WAITING_BYTES = 256 << 20  # maximum size of the pictures that wait to be written
-# Maximum number of samples on the sheet. The single files and the .npz hold all samples.
+WAITING_BYTES = 256 << 20  # bytes of the pictures that wait to be written, at most
+# Samples on the sheet, at most. The single files and the .npz hold all samples.
 GRID_PICTURES, SHEET_CLIPS = 100, 16
-ODD = -7046029254386353131  # an odd int64 near 2^64 / golden ratio, so that its multiples change all bits
-# Number of integers to sum at a time: small enough for a CPU's caches, large enough to keep a GPU busy.
+ODD = -7046029254386353131  # an odd int64 near 2^64 / golden ratio: its multiples change all bits
+# Integers to sum at a time: few enough for a CPU's caches, many enough to occupy a GPU.
 WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -47,9 +47,10 @@ logger = logging.getLogger(__name__)
 
 
 def open_output(run: SamplingRun) -> "SampleOutput":
-    """Open a run's output folder, which may contain a cache of an earlier start. All ranks must call this. Raises
-    ValueError on all ranks if a file to write is a link. Without --overwrite, also raises ValueError if the cache is
-    damaged or belongs to a job with other settings."""
+    """Open a run's output folder, with an earlier start's cache if there is one. All ranks must call this.
+
+    Raises ValueError on all ranks if a file to write is a link. Without --overwrite, also raises ValueError if the
+    cache is damaged or belongs to a job with other settings."""
     with run.stages("digests of what decides a sample; an earlier start"):
         mesh, flags, output, job, problem = run.mesh, run.flags, Path(run.flags.output), None, None
         resumes = False
@@ -85,14 +86,15 @@ class SampleOutput:
 
     @contextlib.contextmanager
     def missing_batches(self) -> Iterator[ReplicaBatches]:
-        """Prepare the folder, print the run's summary, and yield this replica's batches of missing samples. On exit,
-        rank 0 writes the sheet and the .npz. All ranks must call this. Raises OSError if a disk is full or fails. The
-        message says which samples are on disk and what to do."""
+        """Prepare the folder, print the run's summary, and yield this replica's batches of missing samples.
+
+        On exit, rank 0 writes the sheet and the .npz. All ranks must call this. Raises OSError if a disk is full or
+        fails. The message says which samples are on disk and what to do."""
         run, mesh = self.run, self.run.mesh
         try:
             missing = self._begin() if mesh.is_main else None
             announce(run)
-            # This waits for rank 0, so that no rank writes a file before old files are removed.
+            # No rank may write a file before rank 0 has removed old files.
             missing = mesh.broadcast_object(missing)
             with self._written(missing) as batches:
                 yield batches
@@ -110,7 +112,7 @@ class SampleOutput:
             raise OSError(text) from error
 
     def _begin(self) -> list[int]:
-        """Remove old files, and create the cache. Return its missing parts. Only rank 0 calls this."""
+        """Remove old files, and create the cache. Return what it lacks. Only rank 0 calls this."""
         run, cache, folder = self.run, self.cache, self._folder
         missing = list(range(cache.count))
         if self._resumes:
@@ -129,7 +131,7 @@ class SampleOutput:
         return missing
 
     def _check_room(self, missing: list[int]) -> None:
-        """Raise OSError if the missing parts and the .npz don't fit on their disks."""
+        """Raise OSError if the missing samples and the .npz don't fit on their disks."""
         cache, npz = self.cache, self.run.flags.npz
         sample = math.prod(cache.job.shape)
         needs = [(cache.folder.parent, sum(map(cache.rows, missing)) * sample, str(cache.folder))]
@@ -145,7 +147,6 @@ class SampleOutput:
 
     @contextlib.contextmanager
     def _written(self, missing: list[int]) -> Iterator[ReplicaBatches]:
-        """Yield this replica's batches. Threads write the decoded samples to files and to the cache."""
         run, stages = self.run, self.run.stages
         files, cache_writer = sample_files(run), sample_cache.CacheWriter(self.cache, missing)
 
@@ -180,7 +181,7 @@ class SampleOutput:
         run = self.run
         with run.stages("sheet, .npz"):
             rows = self.collect()
-            # If guidance's halves are on different ranks, rank 0 does not know what other ranks evaluated.
+            # Rank 0 does not know other ranks' evaluations of guidance's unconditional half.
             if run.engine.approximations.note and not run.replica.halves:
                 rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
             self.cache.remove()
@@ -201,8 +202,7 @@ class SampleOutput:
                 "arr_0": ("|u1", shape, self.cache.all_blocks()),
                 "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
             }
-            # Name the temporary file after the output folder, so that the next job overwrites the file of a killed job.
-            # Only one job at a time uses the folder.
+            # The temporary file is named after the output folder, so that the next job there replaces a killed job's.
             write_npz(Path(flags.npz), arrays, mark=hash_parts(str(output.resolve()))[:12])
             of = " x ".join(map(str, shape))
             rows["npz"] = f"{flags.npz}: arr_0 {of}, arr_1 {'captions' if with_text else 'labels'}"
@@ -278,7 +278,7 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
         channels = config.get("out_channels", 3)
-        # For some VAEs, out_channels counts the channels of a patch of pixels.
+        # some VAEs' out_channels count the channels of a patch
         channels = channels // (config.get("patch_size") or 1) ** 2 or channels
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
@@ -286,8 +286,9 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
 
 
 def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
-    """Return all settings that affect a sample or the stored files, as name -> value. Messages show these names. The
-    number of processes and ``--batch_size`` are left out, because they only change how matrix products are rounded.
+    """Return all settings that affect a sample or the stored files, as name -> value. Messages show these names.
+
+    The number of processes and ``--batch_size`` are left out, because they only change how matrix products are rounded.
     weights: result of :func:`digest_of_weights`, if known."""
     flags, objective, conditioner = sampling.flags, sampling.objective, sampling.conditioner
     codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
@@ -336,7 +337,7 @@ def digest_of_weights(sampling: SamplingRun) -> str:
 
 
 class _GatheredTensors(Mapping[str, Tensor]):
-    """The full tensors of a model with layers divided over ranks. A tensor is gathered when it is read."""
+    """The full tensors of a model with layers divided over ranks. Reading a tensor gathers it."""
 
     def __init__(self, model: DiT, layout: Layout):
         self._own, self._layout = model.state_dict(), layout
@@ -353,11 +354,10 @@ class _GatheredTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Hash tensors' names, dtypes, shapes and contents, on their device.
+    """Hash tensors' names, dtypes, shapes and contents, on their device. The hash is not cryptographic.
 
     Contents are read as integers. Each integer is multiplied by an odd factor that depends on its position. The
-    products are summed modulo 2^64, so any changed integer changes the hash. The hash is not cryptographic. On a GPU it
-    takes milliseconds, SHA-256 seconds."""
+    products are summed modulo 2^64, so any changed integer changes the hash. On a GPU, SHA-256 would be much slower."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -367,8 +367,10 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def weighted_sum(words: Tensor) -> int:
-    """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64. It is computed in pieces with one tensor of
-    factors: for an even start s, (s + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1)."""
+    """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64.
+
+    Every slice of words uses one tensor of factors. This works because a slice's start s is even: then (s + i + 1) *
+    ODD | 1 equals s * ODD + ((i + 1) * ODD | 1)."""
     size, device = WORDS_AT_ONCE[words.device.type], words.device
     factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
     products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)
@@ -380,5 +382,5 @@ def weighted_sum(words: Tensor) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return the int64 value that equals ``value`` modulo 2^64."""
+    """Return the int64 that equals ``value`` modulo 2^64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -27,7 +27,7 @@ from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
 from opendit.sampling.prepared_model import PreparedModel
 
 TABLE_BYTES = 256 << 20  # enough for DiT-XL/2 with 12 guided samples and 50 steps, or 64 samples and 10 steps
-LOOPS = 4  # maximum number of batch sizes whose recordings are stored
+LOOPS = 4  # batch sizes with stored recordings, at most
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 class SamplingEngine:
     """Draws latents with one model and one set of settings. The model's weights must not change or move.
 
-    The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. If recording is
-    not possible, steps run kernel by kernel, and ``note`` says why. With float8 operations, weights are cast once.
+    A batch size's first batch records its steps as CUDA graphs, for later batches to replay. If recording is not
+    possible, steps run kernel by kernel, and ``note`` says why. With float8 operations, weights are cast once.
 
     Args:
         model: on its device, in its precision and in eval mode.
@@ -46,10 +46,10 @@ class SamplingEngine:
         guidance_by: "null", or a route, see :func:`~opendit.sampling.approximate_steps.weak_route`.
         cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]" (``opendit.sampling.approximate_steps``).
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
-        around: wraps the callable ``model(x, t, y)`` before guidance calls it, so that ranks can share batches.
+        around: wraps the callable ``model(x, t, y)`` inside guidance, so that ranks can share batches.
         record: allow recording steps as CUDA graphs.
         table_bytes: maximum bytes for precomputed modulations, and separately for the captions' keys and values.
-        loops: maximum number of batch sizes whose recordings are stored.
+        loops: maximum number of batch sizes with stored recordings.
         recorder: records steps; by default a new one, if recording is possible.
 
     Raises ValueError if the sampler belongs to another objective, or if the settings are invalid or can't be combined.
@@ -103,10 +103,10 @@ class SamplingEngine:
         channels = model.config.in_channels, model.config.out_channels
         times = evaluation_times(objective, name, steps, channels, model.device)
         most = max(map(len, times))
-        # Pad steps with fewer evaluations by their first evaluation's time. Nothing reads the padding.
+        # Pad steps with fewer evaluations. Nothing reads the padding.
         self._times = torch.stack([torch.cat([t, t[:1].repeat_interleave(most - len(t), dim=0)]) for t in times])
-        self.evaluated = 0  # block evaluations (one for each block and batch row) in all batches so far
-        self._full_work = 0  # block evaluations that all ranks would need without approximations
+        self.evaluated = 0  # block evaluations so far: one for each block and batch row
+        self._full_work = 0  # block evaluations of all ranks without approximations
         # batch size -> loop; the most recently used loop is last
         self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder = loops, recorder
@@ -137,9 +137,10 @@ class SamplingEngine:
         Args:
             y: conditions of the B samples, on the model's device.
             null: the condition of guidance's unconditional half, as a batch of 1 or B.
-            index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and these indices.
+            index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and the indices.
             conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the clips' first frames. The result
-                contains these latents, except for models with ``given_beside``.
+                contains
+                these latents, except for models with ``given_beside``.
             progress: wraps the iterable of steps, such as tqdm.
             callback: ``callback(i, x)`` is called after step i with a copy of the sampler's x (B, C, ...).
 
@@ -171,8 +172,7 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """This rank's block evaluations so far, divided by the evaluations that all sharing ranks would need without
-        approximations."""
+        """This rank's fraction of the block evaluations that all sharing ranks would make without approximations."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(
@@ -201,7 +201,7 @@ class SamplingEngine:
         return loop.advance(i)
 
     def _fall_back(self, error: "NotRecordedError") -> None:
-        """Run kernel by kernel from now on, because a failed recording makes the graphs' memory pool unusable."""
+        """Run kernel by kernel from now on: a failed recording makes the graphs' memory pool unusable."""
         self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
         self._recorder = None
         for loop in self.loops.values():
@@ -223,9 +223,8 @@ def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
 def evaluation_times(
     objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
-    """Return the times t at which the sampler ``name`` evaluates the network, for every step (evaluations,), or
-    (evaluations, K) for K times. To find the times, the sampler runs with a network that predicts zeros. channels:
-    numbers of the network's input and output channels."""
+    """Return each step's times t at which the sampler ``name`` evaluates the network: (evaluations,) or (evaluations,
+    K). They come from a run with a network that predicts zeros. channels: the network's input and output channels."""
     seen: list[list[Tensor]] = []
 
     def network(x: Tensor, t: Tensor) -> Tensor:
@@ -268,10 +267,9 @@ class NotRecordedError(RuntimeError):
 class SamplingLoop:
     """Draws batches of ``samples`` samples: call ``begin``, then ``advance`` for every step, then ``latents``.
 
-    All inputs and outputs of a step are in static memory, and so is the step's index. So one recording serves all steps
-    of a kind: they call the same model, have the same kinds of inputs, and skip the same work. The first step of a kind
-    runs kernel by kernel, to compile kernels and initialise libraries. The second step of the kind is recorded. times:
-    (steps, evaluations), see :class:`PreparedModel`."""
+    A step's inputs, outputs and index are in static memory, so one recording serves all steps of a kind. A kind has one
+    model, one set of inputs, and one mode. The kind's first step runs kernel by kernel, to compile kernels and
+    initialise libraries. The second step is recorded. times: see :class:`PreparedModel`."""
 
     def __init__(self, settings: LoopSettings, times: Tensor, samples: int):
         self.settings, self.samples = settings, samples
@@ -293,18 +291,18 @@ class SamplingLoop:
             for each in ([model] if second is None else [model, second])
         ]
         self._active = ActiveNetwork(self._networks[0])
-        # Index of each step's network. Of two networks, the first is used for times t >= boundary.
+        # The index of each step's network. The first of two networks is for times t >= boundary.
         boundary = 1000 * (model.config.boundary or 0.0)
         self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
         forward = self._active if settings.around is None else settings.around(self._active)
         self._guidance = approximate_steps.ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
-        # ``begin`` sets the batch's noise. Until then, ``like`` is a placeholder.
+        # ``begin`` replaces the placeholder ``like`` by the batch's noise.
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
         self._inputs: StepInputs | None = None
         self._like, self._trajectory = like, trajectory
         state = self.sampler.init(like)
-        self._state_type: Any = type(state)  # Any, because type checkers don't know the fields of this NamedTuple
+        self._state_type: Any = type(state)  # Any: type checkers don't know this NamedTuple's fields
         self.state = tuple(part.clone() for part in state)
         self.step = torch.zeros(samples, dtype=torch.int64, device=device)
         self.rows = torch.arange(samples, device=device)
@@ -316,10 +314,10 @@ class SamplingLoop:
         self.stack.use_routes(model.fusion, model.config.sprint, self._weak_half())
         for network in self._networks:
             network.stack = self.stack
-        self.fused = self._fuse()  # fused kernels for the start and the end of a step; None: use torch operations
-        # kind of step -> function that replays the graph of this kind
+        self.fused = self._fuse()  # fused kernels for a step's start and end; None: torch operations
+        # kind of step -> function that replays its graph
         self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}
-        # kind of step that has run -> number of block evaluations, (with, without) approximations
+        # kind of step that has run -> block evaluations (with, without) approximations
         self._work: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.evaluated = self.full_work = 0  # sums of both numbers over the current batch
         self._addresses: tuple[int, ...] = ()
@@ -338,8 +336,7 @@ class SamplingLoop:
         return self._active.network
 
     def _guided(self):
-        """Return the function of (x, t) that the sampler calls: the guided network. Guidance passes row numbers instead
-        of conditions, because the network reads its conditions from tables."""
+        """Return the guided network, a function of (x, t). Guidance passes row numbers instead of conditions."""
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
@@ -374,7 +371,7 @@ class SamplingLoop:
         seed: int,
         conditioning_frames: Tensor | None = None,
     ) -> None:
-        """Prepare the conditions and the noise of a batch. index: (B,) int64. All tensors are on the model's device."""
+        """Prepare a batch's conditions and noise. index: (B,) int64. All tensors are on the model's device."""
         for network in self._networks:
             network.condition(y, null if network.guided else None)
             network.set_conditioning_frames(conditioning_frames)
@@ -389,7 +386,7 @@ class SamplingLoop:
         if self._addresses != addresses:  # the recordings would read freed memory
             self._addresses = addresses
             self.recordings.clear()
-            self._work.clear()  # new shapes, such as longer captions, may need other kernels to be compiled
+            self._work.clear()  # new shapes, such as longer captions, may need kernels to be compiled
             self.stack.clear()
         self.sampler.noise_fn = keyed_noise(seed, index, self.shape)
         start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
@@ -399,7 +396,7 @@ class SamplingLoop:
 
     def advance(self, i: int, recorder: Recorder | None = None) -> None:
         """Run step i, in order. recorder: records the step; None runs it kernel by kernel. Raises NotRecordedError if
-        the step can't be recorded; the step has then not been run."""
+        the step can't be recorded and has not been run."""
         if self.network is not self._networks[self._which[i]]:
             # The network changes at step i. Fill the new network's tables from step i on.
             self._active.network, self._end = self._networks[self._which[i]], i
@@ -421,8 +418,7 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: approximate_steps.Mode, recorder: Recorder | None) -> None:
-        """Run step i in this mode. The first step of a kind, or any step without a recorder, runs kernel by kernel.
-        Other steps replay a CUDA graph."""
+        """Run step i in this mode, by a CUDA graph except without a recorder or at a kind's first step."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -446,7 +442,6 @@ class SamplingLoop:
         self.evaluated, self.full_work = self.evaluated + evaluated, self.full_work + full
 
     def _advance(self, mode: approximate_steps.Mode, *kind) -> None:
-        """Compute a step of this kind in static memory."""
         self.stack.begin(mode.blocks)
         if self.fused is not None:
             self._guidance.rows += self.fused.advance(*kind)
@@ -460,7 +455,7 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except approximate_steps.FirstBlockDone:
             return
-        # Clone tensors that are in both states. Otherwise the copies below could overwrite a tensor before reading it.
+        # Clone tensors that are in both states, so that no copy overwrites a tensor before it is read.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)
@@ -472,8 +467,8 @@ class SamplingLoop:
 
 
 class ActiveNetwork:
-    """Calls the current step's network. A loop with two networks changes ``network`` between steps. Guidance refers to
-    this object instead of the loop, because a loop that refers to itself is freed late, by the garbage collector."""
+    """Calls the current step's network; a loop with two networks changes ``network`` between steps. Guidance refers to
+    this object instead of the loop, because only the garbage collector frees a loop that refers to itself."""
 
     network: PreparedModel
 
@@ -485,12 +480,12 @@ class ActiveNetwork:
 
 
 class StepInputs:
-    """Tables of a sampler's ``inputs`` for up to ``capacity`` steps. Samples at different steps can read from the
-    tables. Numbers (one per step, or per sample) are in one table per dtype. An input with x's shape (noise) has a
-    separate table.
+    """Tables of a sampler's ``inputs`` for up to ``capacity`` steps. Samples may be at different steps.
 
-    sampler: a sampler for B samples; ``sampler.noise_fn`` may be called for any step. like: a tensor of x's shape and
-    dtype."""
+    Numbers (one per step, or per sample) are in one table per dtype. An input with x's shape (noise) has a separate
+    table.
+
+    sampler: for B samples; ``sampler.noise_fn`` may be called for any step. like: a tensor of x's shape and dtype."""
 
     def __init__(self, sampler: Sampler, like: Tensor, capacity: int):
         self.sampler, self.samples, self.capacity, self._rank = sampler, len(like), capacity, like.dim()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Files that sample.py and opendit evaluate write in --output, apart from picture and clip files.
+# Files that sample.py and opendit evaluate write in --output, besides pictures and clips.
 WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "results.jsonl", "sweep.csv")
 
 
@@ -120,8 +120,8 @@ class SamplingRun:
         return y, frames_of_samples(self.conditioning_frames, index)
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
-        """Return a function that wraps an iterable of steps and measures their time; None without --profile. The first
-        two steps of a batch size are a separate stage, because they compile kernels and record the CUDA graph."""
+        """Return a function that wraps an iterable of steps and measures their time; None without --profile. A batch
+        size's first two steps are a separate stage, because they compile kernels and record the CUDA graph."""
         if not self.flags.profile:
             return None
         first = samples not in self._profiled
@@ -206,10 +206,10 @@ def _load(
     shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     what, divided = (flags, mesh.device, dtype, config.head_dim, config.tokens), tensor_group(mesh)
-    # Inference kernels read a projection's full weight, so they can't be used if ranks hold shards.
+    # Inference kernels read a projection's full weight, so ranks with shards can't use them.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
-    strategy: Any = shares  # Any, because the object implements only those methods that this model calls
+    strategy: Any = shares  # Any: the object implements only the methods that this model calls
     model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=strategy)
     with stages("VAE: waited for"):
         codec = loaded.codec()
@@ -301,8 +301,8 @@ def samples_at_once(flags: "SampleConfig") -> int:
 def conditions_to_draw(
     flags: "SampleConfig", config: DiTConfig, weights: Weights, conditioner: Conditioner
 ) -> tuple[Condition, Tensor, list[str]]:
-    """Return the conditions of all classes or prompts, each sample's index into them, and their names. Raises
-    ValueError for an unknown class."""
+    """Return all classes' or prompts' conditions, the samples' indices in them, and the names. Raises ValueError for an
+    unknown class."""
     if config.text is None:
         names = loading.class_names(config, weights)
         return torch.arange(len(names), device=conditioner.device), choose_labels(flags, names), names

@@ -1,5 +1,6 @@
-"""List the files that the page may read: the runs in one folder, and the checkpoints named on the command line. A name
-from a browser is only looked up in these lists. Links out of the folder of runs are refused."""
+"""List the files that the page may read: the runs in one folder, and the checkpoints named on the command line.
+
+A name from a browser is only looked up in these lists. Links out of the folder of runs are refused."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from opendit.models.zoo import Weights
 from opendit.sampling.model_loading import class_names
 
 NEWEST = "newest"
-EXAMPLES, LONGEST_EXAMPLE = 3, 200  # maximum number of a model's example captions, and characters in each
+EXAMPLES, LONGEST_EXAMPLE = 3, 200  # example captions of a model, and characters in each, at most
 MOST_GRIDS, GRID_BYTES = 10_000, 64 * MIB
 _GRID = re.compile(r"[0-9]{7,12}\.png")
 
@@ -28,7 +29,7 @@ _GRID = re.compile(r"[0-9]{7,12}\.png")
 @dataclass(frozen=True)
 class WeightsChoice:
     """Weights to draw from, with a ``name`` for users, such as "000-DiT-Ti-2, step_0001000, ema". ``path``, ``which``
-    and ``lora`` are for ``opendit.load``. ``mark`` changes when the file or folder of the weights changes."""
+    and ``lora`` are for ``opendit.load``. ``mark`` changes when the weights' file or folder changes."""
 
     name: str
     path: Path
@@ -98,7 +99,7 @@ class Catalog:
         """Return True if ``path`` exists and, with all links resolved, is inside the folder of runs."""
         try:
             return path.resolve(strict=True).is_relative_to(self.root)
-        except (OSError, RuntimeError):  # RuntimeError is raised for a loop of links
+        except (OSError, RuntimeError):  # RuntimeError: a loop of links
             return False
 
     def runs(self) -> list[str]:
@@ -138,8 +139,7 @@ class Catalog:
         return found[-MOST_GRIDS:]
 
     def grid(self, run: str, name: str) -> Path:
-        """Return the path of a listed sample grid. Raises ValueError if the grid is too large, or leads out of the
-        folder of runs."""
+        """Return a listed sample grid's path. Raises ValueError if too large, or a link out of the folder."""
         if name not in self.grids(run):
             raise ValueError("no such grid")
         path = self.run(run) / "samples" / name
@@ -164,7 +164,7 @@ class Catalog:
         return [path for path in checkpoints_in(self.run(run)) if step_of(path) >= 0 and not path.name.startswith(".")]
 
     def averages(self, source: str, checkpoint: str) -> list[str]:
-        """Return the names of the sets of weights in a checkpoint: "ema", further averages, and "model"."""
+        """Return the names of a checkpoint's weights: "ema", further averages, and "model"."""
         if source in self.extra:
             path = self.extra[source]
             return ["ema", "model"] if path.is_dir() and not (path / PIPELINE_INDEX).is_file() else ["ema"]
@@ -196,14 +196,14 @@ class Catalog:
         folder = self._folder(source, checkpoint)
         if average not in self.averages(source, checkpoint):
             raise ValueError(f"{source}, {folder.name} does not have these weights; refresh the page")
-        # For the newest checkpoint return its run's path, so that loading can fall back to an older checkpoint.
+        # With the run's path, loading can fall back to an older checkpoint.
         by_run = checkpoint == NEWEST and average in ("ema", "model")
         for each in self._checkpoints(source) if by_run else [folder]:
             self._refuse_links_out(each)
         name, mark = f"{source}, {folder.name}, {average}", (folder.name, _mark(folder))
         if average in ("ema", "model"):
             return WeightsChoice(name, self.run(source) if by_run else folder, average, mark)
-        # Any other average is selected by the path of its file.
+        # other averages are selected by their files
         return WeightsChoice(name, find_weights(folder, average), "ema", mark)
 
     def loras(self) -> list[str]:
@@ -214,7 +214,7 @@ class Catalog:
         try:
             choice = self.weights(run, NEWEST, self.averages(run, NEWEST)[0])
             return "lora" in read_info(find_weights(choice.path, choice.which))
-        except (ValueError, OSError):  # ignored here; the damage is reported when a user chooses the checkpoint
+        except (ValueError, OSError):  # damage is reported when a user chooses the checkpoint
             return False
 
     def with_loras(self, choice: WeightsChoice, chosen: list[tuple[str, float]]) -> WeightsChoice:

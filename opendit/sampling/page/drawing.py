@@ -41,16 +41,16 @@ from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.training_queue import TrainingQueue
 from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, DrawSettings, Pipeline
 
-MOST_TEXT = 20_000  # maximum characters in all captions of a request
+MOST_TEXT = 20_000  # characters in all captions of a request, at most
 MOST_CAPTION = 2_000
 MOST_LORAS = 8
-MOST_PICTURE, PICTURE_S = 800_000, 5.0  # maximum characters of an encoded picture; maximum seconds to decode it
+MOST_PICTURE, PICTURE_S = 800_000, 5.0  # of an encoded picture: characters, and seconds to decode it, at most
 CACHES = ("taylor:2", "taylor:3", "taylor:4", "first_block:0.06", "first_block:0.1")  # others: docs/sampling.md
-MOST_WAITING = 16  # maximum number of waiting requests
+MOST_WAITING = 16  # waiting requests, at most
 POLL_S = 0.1  # seconds between two checks of a drawing's progress
-KEY = "opendit"  # key of the settings in a PNG; in an MP4 the settings are the comment
+KEY = "opendit"  # key of the settings in a PNG; an MP4's comment holds them
 MOST_BYTES = 512 * MIB
-PREFIX = "opendit-page-"  # prefix of the names of sample folders
+PREFIX = "opendit-page-"  # prefix of sample folders' names
 
 
 # --------------------------------------------------------------------------------------------------------- the request
@@ -58,9 +58,10 @@ PREFIX = "opendit-page-"  # prefix of the names of sample folders
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """A request to draw samples. what: one class or caption per sample, or the number of unconditional samples. image:
-    the picture that clips begin with. labels: every sample's class or caption, as text. recorded: settings to write
-    into the samples' files."""
+    """A request to draw samples.
+
+    what: one class or caption per sample, or the number of unconditional samples. image: first picture of clips.
+    labels: every sample's class or caption, as text. recorded: settings to write into the samples' files."""
 
     weights: WeightsChoice
     what: int | tuple[int | str, ...]
@@ -94,8 +95,8 @@ class SettingsForm:
 
 @dataclass(frozen=True)
 class WhatForm:
-    """Fields that choose what to draw, as a browser sends them: class numbers, captions (one per line), a caption to
-    guide away from, count, seed, and the picture that clips begin with (a data URL)."""
+    """Fields that choose what to draw, as a browser sends them. They are class numbers, captions (one per line), a
+    caption to guide away from, count, seed, and the clips' first picture (a data URL)."""
 
     classes: Any
     captions: Any
@@ -124,7 +125,7 @@ def read_forms(
     if not card.guided:
         guidance = 1.0
     if guidance == 1:
-        interval, negative, every = None, None, 1  # without guidance, these settings have no effect
+        interval, negative, every = None, None, 1  # no effect without guidance
     if card.captions:
         items: list[Any] = _captions(what.captions)
         labels = items
@@ -175,7 +176,7 @@ def _loras(names: Any, weights: Any) -> list[tuple[str, float]]:
 
 
 def _picture(url: Any) -> Image.Image | None:
-    """Decode the picture that a browser sends as a data URL; None if it sends none. Raises ValueError."""
+    """Decode the picture that a browser sends as a data URL; None if there is none. Raises ValueError."""
     kind, _, content = (text_of(url) if url is not None else "").partition(";base64,")
     if not kind:
         return None
@@ -249,7 +250,7 @@ class Drawing:
         stage: "waiting", "loading" or "drawing".
         progress: fraction of the sampling steps that are done, from 0 to 1.
         notes: remarks about the weights; empty until the weights are loaded.
-        batch, stored: token of the stored samples, and the samples, see :meth:`SampleStore.add`.
+        batch, stored: the stored samples' batch token, and the samples, see :meth:`SampleStore.add`.
     """
 
     request: DrawingRequest
@@ -281,7 +282,7 @@ class Drawing:
 
 class DrawingQueue:
     """Draws requests in the order of arrival, ``batch_size`` samples at a time. Only one model is in memory: the queue
-    frees the current model before it calls ``load(choice)`` for other weights."""
+    frees the current model before it calls ``load(choice)``."""
 
     def __init__(
         self, load: Callable[[WeightsChoice], Pipeline], batch_size: int = 32, most_waiting: int = MOST_WAITING
@@ -342,7 +343,7 @@ class DrawingQueue:
         except Exception as error:
             if not is_for_people(error):
                 traceback.print_exc(file=sys.stderr)
-                # Mark the model as not reusable, because the GPU may be out of memory. The next request loads it again.
+                # The GPU may be out of memory, so the next request must load the model again.
                 self._choice = None
             raise without_traceback(error) from None
 
@@ -384,12 +385,12 @@ class DrawingQueue:
 
 
 def is_for_people(error: BaseException) -> bool:
-    """Return True if the error's message is meant for users. Any other error is a bug in the program."""
+    """Return True if the error's message is meant for users. Other errors are bugs in the program."""
     return isinstance(error, CancelledError | ValueError | OSError)
 
 
 def without_traceback(error: BaseException) -> BaseException:
-    """Return the error without tracebacks, because tracebacks keep the model and its activations in memory."""
+    """Return the error without tracebacks, because they hold the model and activations."""
     cause: BaseException | None = error
     while cause is not None:
         cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
@@ -415,11 +416,11 @@ class StoredSample:
 
 class SampleStore:
     """Stores samples in a temporary folder, and deletes the folder on exit. If the samples exceed ``most_bytes``, the
-    oldest batches are deleted, but never the newest. The constructor deletes the folders of killed pages."""
+    oldest batches are deleted, but never the newest. The constructor deletes folders that killed pages have left."""
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         delete_abandoned()
-        self._folder, self._most = Path(tempfile.mkdtemp(prefix=PREFIX)), most_bytes  # a folder of mode 0700
+        self._folder, self._most = Path(tempfile.mkdtemp(prefix=PREFIX)), most_bytes  # of mode 0700
         self._in_use = FolderLock(self._folder, "--outputs", "start the page again")
         self._batches: OrderedDict[str, list[StoredSample]] = OrderedDict()
         self._samples: dict[str, StoredSample] = {}
@@ -433,9 +434,10 @@ class SampleStore:
         self._in_use.release()
 
     def add(self, samples: list[Any], request: DrawingRequest) -> tuple[str, list[StoredSample]]:
-        """Write the samples that a ``Pipeline`` has drawn. Return the batch's token, and the stored samples. Every file
-        contains the request's ``recorded`` settings, and the sample's "label" and "number". If writing fails, no sample
-        of the batch is stored, and OSError is raised."""
+        """Write the samples that a ``Pipeline`` has drawn. Return the batch's token, and the stored samples.
+
+        Every file contains the request's ``recorded`` settings, and the sample's "label" and "number". If writing
+        fails, no sample is stored, and OSError is raised."""
         stored: list[StoredSample] = []
         try:
             for number, (sample, label) in enumerate(zip(samples, request.labels, strict=True)):
@@ -474,7 +476,7 @@ class SampleStore:
     def _write(self, sample: Any, number: int, label: str, settings: dict[str, Any]) -> StoredSample:
         is_clip, token = isinstance(sample, VideoClip), secrets.token_urlsafe(16)
         path = self._folder / f"{token}.{'mp4' if is_clip else 'png'}"
-        text = json.dumps(settings)  # json.dumps returns ASCII for any caption
+        text = json.dumps(settings)  # ASCII for any caption
         if is_clip:
             write_mp4(path, sample.frames, sample.fps, comment=text)
             size = sample.frames.shape[1:3]
@@ -489,9 +491,8 @@ class SampleStore:
 
 
 def delete_abandoned() -> None:
-    """Delete this user's folders of samples that were left by killed pages."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        # An error means that another web page process uses the folder, or has just created or deleted it.
+        # Another page may be using, creating or deleting the folder.
         with contextlib.suppress(OSError, ValueError):
             owned = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
             if owned and (folder / LOCK).exists():
@@ -548,13 +549,13 @@ class Page:
             yield views.message("cancelled")
         except Exception as error:
             yield views.error(views.error_line(error))
-        finally:  # this also runs if the browser has disconnected
+        finally:  # also if the browser has disconnected
             for drawing in drawings:
                 drawing.cancel()
 
     def _status(self, drawings: list[Drawing]) -> str:
         open_drawings = ((i, drawing) for i, drawing in enumerate(drawings) if not drawing.done)
-        number, now = next(open_drawings, (0, drawings[0]))  # all drawings may have ended a moment ago
+        number, now = next(open_drawings, (0, drawings[0]))  # all drawings may have just ended
         share = sum(1.0 if drawing.done else drawing.progress for drawing in drawings) / len(drawings)
         name = f"{'AB'[number]}: " if len(drawings) > 1 else ""
         if now.stage == "waiting":

@@ -1,4 +1,4 @@
-"""Create the tabs Sample and Compare, and the fields in both that choose weights and what to draw."""
+"""Create the tabs Sample and Compare, and their fields for weights and for what to draw."""
 
 import math
 import random
@@ -29,13 +29,13 @@ from opendit.sampling.page.drawing import (
 from opendit.sampling.page.views import HTML, PRIVATE, escaped
 from opendit.sampling.pipeline import MOST_STEPS
 
-FIRST_CLASSES = 10  # number of classes that are selected for a new model
+FIRST_CLASSES = 10  # classes that are selected for a new model
 SHOWN = 132  # smaller samples are enlarged to about this side in pixels
 EXACT = (
     "<b>exact</b> evaluates the whole network, and guidance, at every step: the samples that sample.py draws. "
     "What leaves blocks or guidance out is faster, and draws other samples: Compare shows by how much."
 )
-# The browser itself reads the picture and reduces it, so no file is uploaded.
+# The browser reads and reduces the picture, so no file is uploaded.
 PICTURE_HTML = (
     '<label>Clips begin with a picture <input type="file" accept="image/*"></label>'
     '${value ? `<img class="begins" alt="the first frame" src="${value}">` : ""}'
@@ -113,15 +113,15 @@ class WeightsPicker:
         ]
 
     def refresh_sources(self, source: Any) -> Any:
-        """Return an update of the list of sources. It keeps the choice ``source`` if this source still exists."""
+        """Return an update of the list of sources. The choice ``source`` stays if the source still exists."""
         sources = self.page.catalog.sources()
         if source in sources:
-            return gr.update(choices=sources)  # without a value, because a value could undo a newer choice
+            return gr.update(choices=sources)  # a value could undo a newer choice
         return gr.update(choices=sources, value=sources[0] if sources else None)
 
     def follow(self, source: Any, checkpoint: Any, average: Any) -> tuple[list[Any], ModelCard | None]:
-        """Return updates of the fields source, checkpoint, average, card and sampler; and the chosen model's card, or
-        None if it can't be read."""
+        """Return updates of the fields source, checkpoint, average, card and sampler, and the chosen model's card. The
+        card is None if it can't be read."""
         catalog, fields = self.page.catalog, [gr.skip()] * 3
         if source is None:
             train = "" if self.page.training is None else "; the tab Train makes one"
@@ -137,7 +137,7 @@ class WeightsPicker:
             average = average if average in averages else averages[0]
             fields = [gr.skip(), gr.Dropdown(steps, value=checkpoint), gr.Dropdown(averages, value=average)]
             card = self.page.card(catalog.weights(source, checkpoint, average))
-        except (ValueError, OSError) as error:  # for example a damaged checkpoint; the user can choose another
+        except (ValueError, OSError) as error:  # such as a damaged checkpoint; the user can choose another
             return [*fields, views.error(views.error_line(error)), gr.skip()], None
         return [*fields, views.card(card), gr.Dropdown(list(card.samplers), value=card.samplers[0])], card
 
@@ -184,7 +184,7 @@ class WhatPicker:
         return [self.classes, self.captions, self.negative, self.number, self.seed, self.picture]
 
     def follow(self, card: ModelCard | None, chosen: Any) -> list[Any]:
-        """Return updates of the fields classes, captions, negative and picture for the model that was just chosen."""
+        """Return updates of the fields classes, captions, negative and picture for a newly chosen model."""
         if card is None:
             return [gr.skip()] * 4
         choices = [(name if name == str(i) else f"{i} {name}", i) for i, name in enumerate(card.classes)]
@@ -220,7 +220,7 @@ def connect(weights: WeightsPicker, what: WhatPicker | None, events: list[Callab
 
 
 def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
-    """Create the tab Sample. It draws pictures or clips from one checkpoint."""
+    """Create the tab Sample. It draws from one checkpoint."""
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             weights = WeightsPicker(page)
@@ -300,7 +300,7 @@ def _request(page: Page, how: SettingsForm, what: WhatForm) -> DrawingRequest:
 def _starter(
     page: Page, read: Callable[..., list[DrawingRequest]], show: Callable[[list[Drawing]], tuple[str, str]]
 ) -> Callable[..., AsyncIterator[tuple[Any, Any]]]:
-    """Return an event handler that draws the requests ``read(*values)`` and shows the finished drawings by ``show``."""
+    """Return an event handler that draws the requests ``read(*values)`` and shows the drawings by ``show``."""
 
     async def start(request: gr.Request, *values: Any) -> AsyncIterator[tuple[Any, Any]]:
         try:

@@ -21,18 +21,18 @@ from opendit.sampling.page.drawing import Page
 from opendit.sampling.page.views import HTML, PRIVATE
 
 METRICS = {"loss": "loss", "grad_norm": "gradient norm", "samples_per_s": "samples a second"}
-POINTS = 400  # maximum number of points in a plotted curve; longer curves are averaged
-MOST_POINTS = 40_000  # maximum number of a curve's points in memory
+POINTS = 400  # points in a plotted curve, at most; longer curves are averaged
+MOST_POINTS = 40_000  # a curve's points in memory, at most
 RESULTS = ("results.jsonl", "evaluation/results.jsonl")
 RESULT_BYTES = 4 * MIB
 RESULT_FIELDS = ("metric", "value", "interval", "count", "samples", "reference", "sampler", "steps", "guidance", "time")
-FIRST_RUNS = 8  # at first, the curves of this many newest runs are shown
+FIRST_RUNS = 8  # newest runs with curves at first
 REFRESH_S = 10
 COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
 
 
 def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float, str]]]:
-    """Return, for every metric in ``METRICS``, the points (step, value, run) of all ``runs``."""
+    """Return the points (step, value, run) of all ``runs``, for every metric in ``METRICS``."""
     found: dict[str, list[tuple[int, float, str]]] = {metric: [] for metric in METRICS}
     for run in runs:
         if (log := catalog.file(run, "log.jsonl")) is not None:
@@ -42,7 +42,7 @@ def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float
 
 
 class LogReader:
-    """Reads a run's log. Every call reads only the lines that were added since the last call."""
+    """Reads a run's log. Every call reads only the lines since the last call."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
@@ -61,7 +61,7 @@ class LogReader:
                 self._begin((known.st_dev, known.st_ino))  # the file was replaced, or truncated and has grown again
                 log.seek(0)
             for line in log:
-                if not line.endswith(b"\n"):  # the line is still being written
+                if not line.endswith(b"\n"):  # still being written
                     break
                 self._place, self._last = self._place + len(line), line[-100:]
                 self.add(line)
@@ -78,19 +78,19 @@ class LogReader:
             return
         for metric, points in self._points.items():
             value = entry.get(metric)
-            with contextlib.suppress(OverflowError):  # the value is an integer outside the range of floats
+            with contextlib.suppress(OverflowError):  # an integer outside the range of floats
                 if type(value) in (int, float) and math.isfinite(float(value)):
                     points.append((step, float(value)))
             if len(points) > MOST_POINTS:
                 points[:] = thinned(sorted(points), MOST_POINTS // 2)
 
 
-log_reader = lru_cache(maxsize=64)(LogReader)  # later calls for a path return the earlier reader
+log_reader = lru_cache(maxsize=64)(LogReader)  # one reader per path
 
 
 def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:
-    """Reduce a curve to ``most`` points if it has more. A group of neighbouring points becomes one point, with the mean
-    value and the last step. The curve's last point does not change."""
+    """Reduce a curve to at most ``most`` points: the mean value and the last step of each group of neighbours. The
+    curve's last point does not change."""
     if len(points) <= most:
         return points
     *earlier, last = points
@@ -100,8 +100,8 @@ def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[i
 
 
 def read_results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
-    """Return a run's results of ``opendit evaluate``, newest first. The results come from files in the run's folder.
-    Results in ``evaluations`` are added if the evaluated weights are in the run's folder."""
+    """Return a run's results of ``opendit evaluate``, newest first. They are in files in the run's folder, or in
+    ``evaluations`` if the evaluated weights are in the run's folder."""
     found, root = [], catalog.run(run).resolve()
     for name in RESULTS:
         if (path := catalog.file(run, name)) is not None:
@@ -113,11 +113,10 @@ def read_results(catalog: Catalog, run: str, evaluations: Path | None = None) ->
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return RESULT_FIELDS of the results in the first RESULT_BYTES of a file."""
     rows = []
     with open(path, "rb") as file:
         for line in file.read(RESULT_BYTES).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):  # the line is still being written
+            with contextlib.suppress(ValueError, RecursionError):  # still being written
                 row = json.loads(line)
                 if isinstance(row, dict) and "metric" in row and "value" in row:
                     rows.append({name: row.get(name) for name in RESULT_FIELDS})
@@ -132,8 +131,8 @@ def _lies_in(samples: Any, folder: Path) -> bool:
 
 
 def read_starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
-    """Return a record for each start or resume of the run, in order. Early versions of OpenDiT stored only one record,
-    the content of config.json. Raises ValueError for a damaged file."""
+    """Return a record for each start or resume of the run, in order. Raises ValueError for a damaged file. Early
+    versions of OpenDiT stored only one record, as the content of config.json."""
     if (path := catalog.file(run, "config.json")) is None:
         return []
     content = read_file(path, RUN_CONFIG)
@@ -147,7 +146,7 @@ def changed_flags(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def runs_tab(page: Page, blocks: gr.Blocks) -> None:
-    """Create the tab Runs. It shows several runs' curves in one plot, and one run's grids, flags and starts."""
+    """Create the tab Runs, with several runs' curves, and one run's grids, flags and starts."""
     catalog = page.catalog
     with gr.Row():
         shown = gr.Dropdown([], multiselect=True, label="Curves of", interactive=True, scale=6)
@@ -216,7 +215,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
 
 
 def plots(catalog: Catalog, runs: list[str]) -> tuple[list[str], str]:
-    """Return one plot of the runs' curves per metric, and the legend of all plots."""
+    """Return a plot of the runs' curves for each metric, and the legend of all plots."""
     colors = dict(zip(runs, itertools.cycle(COLORS), strict=False))
     try:
         found = curves(catalog, runs)
@@ -246,7 +245,7 @@ def starts_table(starts: list[dict[str, Any]]) -> str:
 
 
 def results_table(figures: list[dict[str, Any]]) -> str:
-    """Render the results of evaluations as a table. Return an empty text if there are no results."""
+    """Render the results of evaluations as a table; "" without results."""
     rows = []
     for row in figures:
         interval = row["interval"] if isinstance(row["interval"], list) else []
@@ -265,10 +264,9 @@ def results_table(figures: list[dict[str, Any]]) -> str:
 
 
 def _number(value: Any) -> str:
-    """Format a number with four digits, and any other value by ``str``."""
     try:
         return f"{value:.4g}" if isinstance(value, int | float) else str(value)
-    except OverflowError:  # the value is an integer outside the range of floats
+    except OverflowError:  # an integer outside the range of floats
         return str(value)
 
 

@@ -34,21 +34,21 @@ from opendit.sampling.page.training_queue import TrainingQueue  # noqa: E402
 from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
-MOST_EVENTS = 64  # maximum number of waiting events; further events are refused
-MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
-MOST_SILENT = 128  # maximum number of open connections that wait for a request
-REQUEST_S = 10  # maximum seconds that the page waits for a request's headers
-BODY_S = 30  # maximum seconds for a request's body to arrive
-GOODBYE_S = 2  # seconds that running requests may still take when the page stops
+MOST_EVENTS = 64  # waiting events, at most
+MOST_REQUESTS = 256  # running requests, at most; every browser keeps one open
+MOST_SILENT = 128  # open connections that wait for a request, at most
+REQUEST_S = 10  # seconds to wait for a request's headers
+BODY_S = 30  # seconds to wait for a request's body
+GOODBYE_S = 2  # seconds for running requests when the page stops
 FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # system fonts
-# All requests that the page makes. The guard refuses all others, such as uploads, although Gradio would answer them.
+# All requests of the page. The guard refuses others, such as uploads.
 GET = re.compile(
     r"/|/config|/theme\.css|/manifest\.json|/favicon\.ico|/robots\.txt|/(assets|static|svelte)/[\w./@-]+"
     r"|/gradio_api/(queue/data|startup-events|heartbeat/\w+)|/drawn/[\w-]+(\.zip)?|/grid/[^/]+/\d+\.png"
 )
 POST = re.compile(r"/gradio_api/(queue/join|cancel|reset)/?")
-BODY_BYTES = 1024 * 1024  # maximum size of a request's body; the largest picture takes four fifths of it
-WRONG_PASSWORD_S = 1.0  # delay in seconds before a wrong password is refused
+BODY_BYTES = 1024 * 1024  # largest request body; the largest picture takes four fifths of it
+WRONG_PASSWORD_S = 1.0  # seconds until a wrong password is refused
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' "
@@ -138,13 +138,12 @@ def _name_of(host: str) -> str:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Wrap ``receive``. The wrapper reports a disconnection if a body exceeds BODY_BYTES, whatever its declared length,
-    or is incomplete after BODY_S."""
+    """Wrap ``receive``. Report a disconnection if a body exceeds BODY_BYTES, or is incomplete after BODY_S."""
     seen, complete, latest = 0, False, asyncio.get_running_loop().time() + BODY_S
 
     async def limited() -> dict[str, Any]:
         nonlocal seen, complete
-        if complete:  # no timeout after the body, because Gradio polls this function to notice a disconnection
+        if complete:  # Gradio polls this function to notice a disconnection
             return await receive()
         try:
             message = await asyncio.wait_for(receive(), latest - asyncio.get_running_loop().time())
@@ -217,7 +216,7 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
         if (sample := page.store.find(token)) is None:
             raise HTTPException(404)
         kind = "video/mp4" if sample.is_clip else "image/png"
-        # The file name has the form of RFC 5987, because a caption may contain characters of any script.
+        # in the form of RFC 5987, because a caption may contain any script
         place = f"inline; filename*=UTF-8''{quote(sample.name, safe='')}"
         return FileResponse(sample.path, media_type=kind, headers={"Content-Disposition": place})
 
@@ -255,7 +254,7 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
 
 
 def load_choice(options: dict[str, Any], choice: WeightsChoice) -> Pipeline:
-    """Load the chosen weights with the flags of the page. Raises ValueError or OSError, with a line for the user."""
+    """Load the chosen weights with the page's flags. Raises ValueError or OSError, with a line for the user."""
     info, arguments = read_info(find_weights(choice.path, choice.which)), {}
     text = info.get("config", {}).get("text")
     if options["vae"] is not None and info.get("vae") != "none":
@@ -287,7 +286,7 @@ def opened(options: dict[str, Any]):
     for name in extra:
         choice = catalog.weights(name, catalog.checkpoints(name)[0], "ema")
         if catalog.card(choice) is None:
-            pipe = loader(choice)  # without OpenDiT's metadata (Meta, diffusers), only the loaded model gives a card
+            pipe = loader(choice)  # without OpenDiT's metadata, only the loaded model gives a card
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
 
@@ -312,9 +311,8 @@ def _named(paths: list[str]) -> dict[str, Path]:
 class PatientProtocol(H11Protocol):
     """HTTP/1.1 protocol of uvicorn that closes silent connections, so that they can't block other users.
 
-    A connection without complete request headers is closed after ``REQUEST_S``. If more than ``MOST_SILENT``
-    connections are silent, the longest silent one is closed. uvicorn itself would wait forever for the first
-    request."""
+    A connection is closed if its request headers are incomplete after ``REQUEST_S``. If more than ``MOST_SILENT``
+    connections are silent, the longest silent one is closed. uvicorn itself would wait forever."""
 
     _silence: asyncio.TimerHandle | None = None
 
@@ -335,8 +333,7 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait_for_request(self) -> None:
-        """Start the timer if no request is being answered. A running timer is not restarted, so slow headers get no
-        extra time."""
+        """Start the timer, unless it is running or a request is being answered. Slow headers get no extra time."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             return self._stop_waiting()
         if self._silence is not None:
@@ -345,7 +342,7 @@ class PatientProtocol(H11Protocol):
         silent = [each for each in self.connections if isinstance(each, PatientProtocol) and each._silence is not None]
         if len(silent) > MOST_SILENT:
             longest = min(silent, key=lambda each: each._silence.when() if each._silence else 0)
-            # Stop the timer, so that the closing connection is not chosen again.
+            # so that the closing connection is not chosen again
             longest._stop_waiting()
             longest.transport.abort()
 
@@ -363,7 +360,7 @@ class PageServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, http=PatientProtocol, timeout_graceful_shutdown=GOODBYE_S, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn would wait for these connections, but every browser that shows the page keeps one open.
+        # uvicorn would wait for the connection that every browser keeps open
         for connection in list(self.server_state.connections):
             connection.transport.close()
         await super().shutdown(sockets)

@@ -1,10 +1,10 @@
 """Start runs of train.py from the page. The runs continue when the page ends.
 
-The state of every run is in files below ROOT, the folder of ``--allow_train``. ROOT/page_runs/0001/ contains:
+The folder of ``--allow_train`` is ROOT. For every run, ROOT/page_runs/0001/ contains:
 
 - ``job.json``: the :class:`Job`
 - ``config.yaml``: the flags, for ``train.py --config``
-- ``output.txt``: the output of the program
+- ``output.txt``: the program's output
 - ``run``: path of the run's folder, written by train.py when training begins
 
 A restarted page reads these files, finds the running runs, and starts the waiting runs."""
@@ -33,12 +33,12 @@ from opendit.sampling.page.catalog import Catalog
 
 FOLDER = "page_runs"
 JOB, CONFIG, OUTPUT, RUN = "job.json", "config.yaml", "output.txt", "run"
-MOST_WAITING = 32  # maximum number of waiting jobs
-MOST_SHOWN = 200  # number of newest jobs that are listed
+MOST_WAITING = 32  # waiting jobs, at most
+MOST_SHOWN = 200  # newest jobs in the list
 TICK_S = 1.0  # seconds between two checks of the running jobs
-PROGRAM_S = 300  # time limit in seconds for making a plan or looking at data
-TAIL_BYTES = 16 * 1024  # number of bytes to show from the end of a program's output
-# Equals the value in opendit/training/interrupt.py. This package must not import that module.
+PROGRAM_S = 300  # seconds for making a plan or looking at data, at most
+TAIL_BYTES = 16 * 1024  # bytes to show from the end of a program's output
+# As in opendit/training/interrupt.py. This package must not import that module.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 ENDINGS = {"done": "done", "failed": "failed", "hours_up": "stopped", "stopped": "stopped"}
 
@@ -68,8 +68,9 @@ JOB_FILE = FileKind(Job, 64 * 1024)
 
 
 class TrainingQueue:
-    """Queue of training runs. A GPU has at most one run at a time. When the queue closes, running runs continue. root:
-    the folder of ``--allow_train``. gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU. Raises
+    """Queue of training runs. A GPU has at most one run at a time. When the queue closes, running runs continue.
+
+    root: the folder of ``--allow_train``. gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU. Raises
     ValueError if another page uses the folder, and OSError."""
 
     def __init__(self, root: Path, catalog: Catalog, gpus: Sequence[str | None] | None = None):
@@ -106,7 +107,7 @@ class TrainingQueue:
             if sum(job.state == "waiting" for job in self._jobs.values()) >= MOST_WAITING:
                 raise ValueError(f"{MOST_WAITING} runs wait already: drop one of them first")
             name = f"{max(map(int, self._jobs), default=0) + 1:04d}"
-            while (self._folder / name).exists():  # a folder with this name may belong to a job that can't be read
+            while (self._folder / name).exists():  # the folder of a job that can't be read
                 name = f"{int(name) + 1:04d}"
             self._write_config(name, config)
             self._keep(name, Job(title=title[:64], state="waiting"))
@@ -120,7 +121,7 @@ class TrainingQueue:
             if job.state == "waiting":
                 self._keep(name, job.model_copy(update={"state": "dropped"}))
                 return "dropped from the queue"
-            if job.stopped and alive(job):  # a second signal would end the run before it has saved a checkpoint
+            if job.stopped and alive(job):  # a second signal would end the run before it has saved
                 raise ValueError(f"{name} is stopping already: it saves and ends; kill {job.pid} ends it at once")
             if not send(job, signal.SIGTERM):
                 raise ValueError(f"{name} does not run")
@@ -128,8 +129,8 @@ class TrainingQueue:
         return "it saves and ends"
 
     def go_on(self, name: str) -> str:
-        """Queue an ended run again, and return a message for the user. The run resumes from its newest checkpoint;
-        without a checkpoint, it starts over. Raises ValueError if the run is running, waiting or done, and OSError."""
+        """Queue an ended run again, and return a message for the user. The run resumes from its newest checkpoint.
+        Without a checkpoint, it starts over. Raises OSError, and ValueError if the run is running, waiting or done."""
         with self._lock:
             job = self._job(name)
             if (now := self.status(name)) in ("running", "stopping", "waiting", "done"):
@@ -270,16 +271,16 @@ class TrainingQueue:
         for name, gpu in zip(waiting, [gpu for gpu in self._gpus if gpu not in taken], strict=False):
             job = self._jobs[name].model_copy(update={"state": "started", "gpu": gpu, "began": time.time(), "pid": 0})
             try:
-                self._keep(name, job)  # write the job before its start, so that no page starts the run twice
+                self._keep(name, job)  # written before the start, so that no page starts the run twice
                 folder = self._folder / name
                 more = {RUN_FOLDER_FILE: str(folder / RUN)} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
                 with self._appending(f"{name}/{OUTPUT}") as output:
                     child = _start(["train", "--config", str(folder / CONFIG)], output, **more)
                 self._children.append(child)
-                # Nothing has waited for the child yet, so no other process can have its process ID.
+                # Nothing has waited for the child, so no other process can have its process ID.
                 of_process = {"pid": child.pid, "started": start_time(child.pid) or 0, "boot": boot()}
                 self._keep(name, job.model_copy(update=of_process))
-            except OSError as error:  # for example because of a full disk; the status of the job is then "failed"
+            except OSError as error:  # such as a full disk; the job's status is then "failed"
                 self._jobs[name] = job
                 print(f"{name}: {error}", file=sys.stderr)
 
@@ -290,11 +291,11 @@ def alive(job: Job) -> bool:
 
 
 def send(job: Job, number: int) -> bool:
-    """Send a signal to the job's process, and to no other one. Return False if the job's process has ended."""
+    """Send a signal to the job's process, and to no other one. Return False if the process has ended."""
     if job.pid <= 0:
         return False
     try:
-        process = os.pidfd_open(job.pid)  # refers to this process even if the process ID is reused
+        process = os.pidfd_open(job.pid)  # stays with this process even if the process ID is reused
     except OSError:
         return False
     try:
@@ -309,7 +310,7 @@ def send(job: Job, number: int) -> bool:
 
 
 def trains_lora(config: dict[str, Any]) -> bool:
-    """Return True if these flags of train.py, or the recipe named in them, train a LoRA."""
+    """Return True if flags of train.py, with their recipe, train a LoRA."""
     recipe = RECIPES.get(str(config.get("recipe")))
     return "lora" in config or recipe is not None and "--lora" in recipe.flags
 
@@ -323,7 +324,7 @@ def find_gpus() -> Sequence[str | None]:
 
 
 def tail(path: Path, root: Path) -> str:
-    """Return the end of a text file below ``root``; an empty text if there is no such file."""
+    """Return the end of a text file below ``root``; "" if there is no such file."""
     try:
         if not path.resolve(strict=True).is_relative_to(root) or not path.is_file():
             return ""

@@ -37,13 +37,13 @@ TABLES = (".csv", ".jsonl", ".parquet")
 SPEED_UPS = {"mixed_precision": "bf16", "enable_flashattn": True, "enable_layernorm_kernel": True}
 SPEED_UPS |= {"enable_modulate_kernel": True}
 MOST_CHOICES, MOST_ENTRIES, MOST_PATH = 200, 5_000, 1_000
-# Flags of the network and the latents. A run that starts from another run's weights copies these flags.
+# Flags of the network and the latents. A run that starts from another run's weights copies them.
 KEPT = ("model", "vae", "image_size", "use_video", "num_frames", "frame_interval", "text_encoder", "max_text_tokens")
 KEPT += ("cross_attention", "objective", *(setting.flag for kind in KINDS.values() for setting in kind.settings))
-BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # every other value is a path
+BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # other values are paths
 REFRESH_S = 3
-LOOKED, SHOWN = 200, 24  # number of rows to open, and of pictures to show, for the button "Look"
-LOOK_BYTES = 16 << 20  # maximum size of the contact sheet for "Look"
+LOOKED, SHOWN = 200, 24  # rows to open, and pictures to show, for the button "Look"
+LOOK_BYTES = 16 << 20  # largest contact sheet for "Look"
 ERRORS = (ValueError, OSError)
 
 
@@ -69,9 +69,10 @@ class TrainingForm:
 def read_training_form(
     form: TrainingForm, catalog: Catalog, root: Path, has_gpu: bool = False
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return a title, the flags for ``train.py --config``, and further flags for planning only. Raises ValueError, with
-    one line for the user, for an invalid field or a path that is not below ``root``. has_gpu: if True and no recipe is
-    chosen, the flags SPEED_UPS are set."""
+    """Return a title, the flags for ``train.py --config``, and further flags for planning only.
+
+    Raises ValueError, with one line for the user, for an invalid field or a path that is not below ``root``. has_gpu:
+    if True and no recipe is chosen, the flags SPEED_UPS are set."""
     recipe = _one_of("recipe", form.recipe, (NO_RECIPE, *recipes()))
     flags: dict[str, Any] = {"recipe": recipe} if recipe != NO_RECIPE else dict(SPEED_UPS) if has_gpu else {}
     words = RECIPES[recipe].flags if recipe != NO_RECIPE else ""
@@ -107,8 +108,8 @@ def read_training_form(
     if "batch_size" in flags and "--global_batch_size" in words:
         flags["global_batch_size"] = flags["batch_size"]
     if "max_steps" in flags:
-        flags["epochs"] = 10**6  # no limit, because max_steps ends the run
-        flags["log_every"] = max(1, min(50, flags["max_steps"] // 50))  # log a short run often enough to have a curve
+        flags["epochs"] = 10**6  # no limit: max_steps ends the run
+        flags["log_every"] = max(1, min(50, flags["max_steps"] // 50))  # often enough for a curve of a short run
     if "num_frames" in flags:
         flags["use_video"] = True
     if trains_lora(flags):
@@ -124,8 +125,7 @@ def recipes() -> list[str]:
 
 
 def kept_flags(catalog: Catalog, run: str) -> dict[str, Any]:
-    """Return the flags that a new run must copy if it starts from the weights of ``run``. Raises ValueError for a
-    damaged run."""
+    """Return the flags that a new run must copy to start from the weights of ``run``. Raises ValueError if damaged."""
     found = read_starts(catalog, run)
     flags = found[-1].get("flags") if found else None
     if not isinstance(flags, dict):
@@ -142,9 +142,10 @@ def kept_flags(catalog: Catalog, run: str) -> dict[str, Any]:
 
 
 def below(root: Path, written: str, what: str) -> Path:
-    """Return a path below ``root`` with all links resolved. written: relative to ``root``, or absolute. Raises
-    ValueError, naming the field ``what``, if the path doesn't exist, leads out of ``root``, or has a character with a
-    meaning in --data_path."""
+    """Return a path below ``root`` with all links resolved. written: relative to ``root``, or absolute.
+
+    Raises ValueError, naming the field ``what``, if the path doesn't exist, leads out of ``root``, or has a character
+    with a meaning in --data_path."""
     if not written or len(written) > MOST_PATH or not written.isprintable():
         raise ValueError(f"{what}: choose a folder below {root}")
     try:
@@ -427,7 +428,7 @@ def newest_entry(queue: TrainingQueue, catalog: Catalog, run: str | None) -> dic
     for line in reversed(tail(log, queue.root).splitlines() if log else []):
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError):  # the line is still being written
+        except (ValueError, RecursionError):  # still being written
             continue
         return entry if isinstance(entry, dict) else {}
     return {}

@@ -9,13 +9,13 @@ from urllib.parse import quote
 
 from opendit.sampling.page.catalog import ModelCard
 
-# PRIVATE: options that keep events out of Gradio's public API. HTML: options that allow no scripts and only our styles.
+# PRIVATE keeps events out of Gradio's public API. HTML allows no scripts and only our styles.
 PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 HTML: dict[str, Any] = {"js_on_load": None, "apply_default_css": False}
 LONGEST_VALUE = 500
-MOST_ROWS = 1_000  # maximum number of rows in a table
+MOST_ROWS = 1_000  # rows in a table, at most
 LOG_LINES = 40
-LEFT, TOP, WIDTH, HEIGHT, TICKS = 62, 8, 500, 190, 5  # sizes of a plot in units of its SVG; number of labels on an axis
+LEFT, TOP, WIDTH, HEIGHT, TICKS = 62, 8, 500, 190, 5  # sizes of a plot in SVG units; labels on an axis
 
 CSS = """
 :root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
