@@ -1,7 +1,4 @@
-"""Data sets of pictures, clips and latents, the order of their samples, and the loader.
-
-A name's module is imported when the name is first used.
-"""
+"""Data sets of pictures, clips and latents, the order of their samples, and the loader. Names are imported lazily."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
 """The interface of data sets, and the reading of samples.
 
-Every data set is a ``MediaDataset``. Blends and held-out splits are data sets that wrap other data sets.
+Every data set is a ``MediaDataset``. Blends and held-out splits wrap other data sets.
 
-Training requests each sample by a ``SampleKey``. The key and the run's seed determine all random changes of a sample.
-So samples are the same in any process, on any number of GPUs and after any resume."""
+Training requests each sample by a ``SampleKey``. This key and the run's seed determine all random changes of the
+sample, so a sample is the same in any process, on any number of GPUs and after any resume."""
 
 import math
 from collections import Counter
@@ -25,11 +25,11 @@ from opendit.data.order import SourceRows
 from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
 
-# Tolerance of display times in seconds. Matroska rounds times to milliseconds, and files converted from Matroska keep
-# the rounded times.
+# Tolerance of display times in seconds. Matroska rounds times to milliseconds, and conversion to another format keeps
+# them rounded.
 ROUNDING = 1e-3 + 1e-6
 COLOURS = "colours"  # key of ``Medium.colours`` in ``Image.info``
-# Previews show these two quantiles of the latents as black and white, because outliers would reduce the contrast.
+# Quantiles of the latents that previews show as black and white, because outliers would reduce the contrast.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
@@ -41,7 +41,7 @@ class Medium:
     height: int
     width: int
     fps: float = 0.0  # 0 for a picture
-    duration: float = 0.0  # seconds for which a clip is shown; 0 means frames / fps
+    duration: float = 0.0  # display time of a clip in seconds; 0 means frames / fps
     colours: str = ""  # a name such as "HDR (PQ)" if the file's colours are converted when it is read
 
     @property
@@ -69,8 +69,8 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w). The frames show the first
-    three channels of the means as red, green and blue; if C < 3, the first as grey."""
+    """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w). The first three channels of
+    the means are shown as red, green and blue. If C < 3, the first is shown as grey."""
     channels = len(moments) // 2
     means = moments[: 3 if channels >= 3 else 1].float()
     low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()
@@ -78,7 +78,7 @@ def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def count_colours(media: Iterable[Medium]) -> list[str]:
-    """Return lines such as "2 clips are HDR (PQ), tone-mapped to SDR", one for each kind of converted colours."""
+    """Return a line for each kind of converted colours, such as "2 clips are HDR (PQ), tone-mapped to SDR"."""
     counts = Counter((medium.colours, medium.frames > 1) for medium in media if medium.colours)
     lines = []
     for (colours, clips), count in sorted(counts.items()):
@@ -90,7 +90,7 @@ def count_colours(media: Iterable[Medium]) -> list[str]:
 
 class Small(NamedTuple):
     """Size of a sample that is smaller than its batch entry. ``clips.enlarge`` enlarges the sample, and mirrors it if
-    ``mirrored``."""
+    ``mirrored`` is True."""
 
     height: int
     width: int
@@ -102,7 +102,7 @@ Size = tuple[int, int, int]  # frames, height and width; all 0 for a medium that
 
 
 class SampleKey(NamedTuple):
-    """Names one sample of a training run: which row to read, and the step and position at which it is used."""
+    """Names one sample of a training run: the row to read, and the step and position that use it."""
 
     sample: int  # row in the data set
     step: int  # global optimizer step
@@ -120,8 +120,8 @@ class Embedding(NamedTuple):
 class FirstFrames(NamedTuple):
     """Cached inputs of an image-to-video model, from a clip's first frame. A batch adds a leading dimension B."""
 
-    latents: Tensor  # (C, t, h, w) float16, unscaled VAE means of the clip, with all later frames grey
-    # (L, D) float16, an image encoder's tokens of the first frame; (0, 0) if the model has no such encoder
+    latents: Tensor  # (C, t, h, w) float16, unscaled VAE means of the clip with grey frames after the first
+    # (L, D) float16, an image encoder's tokens for the first frame; (0, 0) if the model has no such encoder
     tokens: Tensor
 
 
@@ -129,14 +129,14 @@ class View(NamedTuple):
     """Options for reading one row."""
 
     flip: bool = False  # mirror the sample left to right
-    # Crop offset (down, across), as fractions in [0, 1) of the largest possible offset; None centres the crop.
+    # Crop offset (down, across), as fractions in [0, 1) of the largest offset; None centres the crop.
     place: tuple[float, float] | None = None
     tags: int | None = None  # random key that changes the caption's tags (``Recaptioned``); None changes none
-    start: float | None = None  # number in [0, 1) that selects one of a clip's windows; None selects the middle one
+    start: float | None = None  # number in [0, 1) that selects a window of a clip; None selects the middle window
     # (frames, height, width) in pixels; None means ``sample_shape``. Cached latents and ``digits`` ignore it.
     shape: Size | None = None
-    as_bytes: bool = False  # return pixels as uint8, see ``to_pixels``; ignored unless pixels are stored as uint8
-    enlarge: bool = True  # False leaves clips that are too small to ``clips.enlarge``; requires ``as_bytes``
+    as_bytes: bool = False  # return uint8 pixels (see ``to_pixels``) if they are stored as uint8
+    enlarge: bool = True  # False leaves it to ``clips.enlarge`` to enlarge small clips; requires ``as_bytes``
 
 
 PLAIN = View()
@@ -145,14 +145,14 @@ PLAIN = View()
 class Item(NamedTuple):
     """One sample."""
 
-    x: Tensor  # pixels or latents, float32 or uint8; :class:`View` determines shape and type
+    x: Tensor  # pixels or latents, float32 or uint8; :class:`View` determines shape and dtype
     y: int = 0  # class, if the conditioning is by label
     text: str | None = None  # caption, if the conditioning is by text
     skipped: tuple[str, ...] = ()  # "path: reason" of each unreadable row tried before this one
     embedding: Embedding | None = None  # cached embedding of the caption
     features: Tensor | None = None  # (N, width) float16 cached features of the picture's tokens
     first: FirstFrames | None = None
-    small: Small | None = None  # size of ``x`` before enlarging; None if ``x`` is complete
+    small: Small | None = None  # size of ``x`` before enlarging; None if ``x`` has full size
     whole: tuple[int, ...] = ()  # (height, width) after enlarging; () if ``small`` is None
     shortened: bool = False  # True if the clip's frames are closer together than requested
     bytes_read: int = 0  # bytes read from files and tars
@@ -175,7 +175,7 @@ class BadSample(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipReading:
-    """Settings by which ``clips.read_clip`` chooses the frames of a clip."""
+    """Settings for choosing a clip's frames, see ``clips.read_clip``."""
 
     num_frames: int
     frame_interval: int
@@ -194,9 +194,9 @@ class Description:
     class_names: list[str] = field(default_factory=list)  # in the order of the labels; empty for "text"
     clips: ClipReading | None = None  # None without clips
     random_flip: bool = False  # mirror half of the training samples
-    random_window: bool = False  # choose windows of clips at random in training
-    random_crop: bool = False  # choose crops at random in training
-    random_tags: bool = False  # shuffle or drop tags of captions in training
+    random_window: bool = False  # in training, choose windows of clips at random
+    random_crop: bool = False  # in training, choose crops at random
+    random_tags: bool = False  # in training, shuffle or drop captions' tags
     seed: int = 0
     max_bad: float = 0.05  # largest fraction of unreadable files that training tolerates
     # Only for latents: see ``latents.LatentDataset``.
@@ -209,16 +209,15 @@ class Description:
     empty_caption: Embedding | None = None
     features: CachedFeatures | None = None
     first_frames: int | None = None  # channels of cached first-frame tokens; 0 for latents only
-    cut_captions: tuple[str, ...] = ()  # log lines about truncated captions of cached embeddings
+    cut_captions: tuple[str, ...] = ()  # log lines about cached captions that were truncated
     notes: tuple[str, ...] = ()  # log lines about files left out
-    # For each source: (rows, number of captions to check before training). Empty means ``USUALLY_COUNTED``.
+    # (rows, number of captions to check before training) for each source; empty means ``USUALLY_COUNTED``.
     counted_captions: tuple[tuple[int, int], ...] = ()
     sources: SourceRows | None = None  # only for a blend
     blend: str | None = None  # a blend's weights as text, for the log and resume
-    # Returns (rows, file number of each row) for each source. Rows may share a file, such as a picture with several
-    # captions. None instead of the numbers means one file per row.
+    # Returns (rows, file number of each row) for each source. None instead of file numbers means one file per row.
     files: Callable[[], list[tuple[int, np.ndarray | None]]] | None = None
-    # Returns (largest label, name of a sample with that label); None if unknown.
+    # Returns (largest label, name of a sample with this label); None if unknown.
     largest_label: Callable[[], tuple[int, str] | None] = lambda: None
 
     @property
@@ -230,15 +229,15 @@ class Description:
 class Shapes:
     """Shapes of a data set's samples, and sizes of its files."""
 
-    # Rows with equal keys have samples of one shape. A micro-batch has rows of one key only. (rows,) integers, possibly
-    # memory-mapped, or one integer for all rows.
+    # (rows,) integers, possibly memory-mapped, or one integer for all rows. Rows with equal keys have samples of equal
+    # shape. A micro-batch contains rows with one key only.
     keys: np.ndarray | int = 0
     # Returns (rows, 3) int32, the upright :data:`Size` of each row's file; None if all files have ``sample_shape``.
     media: Callable[[], np.ndarray | None] = lambda: None
     read_as: str = ""  # names the settings that change the result of ``media``
     # Returns (end row, :data:`Size` in latents) for consecutive ranges of rows; None without cached latents.
     latents: Callable[[], list[tuple[int, Size]]] | None = None
-    frame_rates: Callable[[], list[float]] = list  # returns the frames per second of some clips
+    frame_rates: Callable[[], list[float]] = list  # returns some clips' frames per second
 
     def key(self, row: int) -> int:
         return int(self.keys[row]) if isinstance(self.keys, np.ndarray) else self.keys
@@ -254,7 +253,7 @@ class Shapes:
 
 
 class Fingerprint:
-    """Hashes that identify a data set, computed at first use. checksums: SHA-256 of the files; None if unknown."""
+    """Hashes that identify a data set, computed at first use. checksums: the files' SHA-256; None if unknown."""
 
     def __init__(
         self,
@@ -266,7 +265,7 @@ class Fingerprint:
 
     @cached_property
     def identity(self) -> str:
-        """Hash of all rows: of the files' names and labels, or of the files' contents."""
+        """Hash for all rows: of the files' names and labels, or of the files' contents."""
         return self._identity()
 
     @cached_property
@@ -277,7 +276,7 @@ class Fingerprint:
 
 class MediaDataset(Dataset[Any]):
     """Base class of data sets. A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for
-    samples of several shapes, ``shapes``. A subclass may override more."""
+    samples of several shapes, ``shapes``. Other methods have defaults."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -293,11 +292,11 @@ class MediaDataset(Dataset[Any]):
         raise NotImplementedError
 
     def describe(self) -> Description:
-        """Return the description. A call may take milliseconds, so do not call this in a loop."""
+        """Return the description. Don't call this in a loop, because a call may take milliseconds."""
         raise NotImplementedError
 
     def source(self, row: int) -> str:
-        """Return the name of a row for messages, such as its path."""
+        """Return a row's name for messages, such as its path."""
         return f"row {row} of {type(self).__name__}"
 
     def label(self, row: int) -> int:
@@ -309,16 +308,16 @@ class MediaDataset(Dataset[Any]):
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return (medium, frames) of a row for display. The frames are the first, middle and last, without repeats: (n,
-        H, W) or (n, H, W, 3) uint8. May raise any exception."""
+        """Return (medium, frames) of a row for display. The frames are the first, middle and last, without repeats, as
+        (n, H, W) or (n, H, W, 3) uint8. May raise any exception."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Start to fetch ``rows``. They will be read next, in this order. The base class does nothing."""
+        """Start to fetch ``rows``, which will be read next and in this order. The base class does nothing."""
 
     def next_row(self, row: int) -> int:
-        """Return the row to read if ``row`` is unreadable: the next row of its shape, cyclically."""
+        """Return the row that replaces an unreadable ``row``: the next row of its shape, cyclically."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
@@ -330,7 +329,7 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads samples by their keys, draws random numbers for them, and replaces unreadable rows. augment: False disables
+    """Reads samples by their keys, draws their random numbers, and replaces unreadable rows. augment: False disables
     all random changes. as_bytes, enlarge: see :class:`View`."""
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
@@ -340,10 +339,10 @@ class SampleReader:
     def items(self, sample_keys: Sequence[SampleKey], on_read: Callable[[int], None] | None = None) -> Iterator[Item]:
         """Yield the samples of one step.
 
-        sample_keys: keys with one ``step``. on_read: called with each row before the row is read.
+        sample_keys: keys with equal ``step``. on_read: called with each row before the row is read.
 
-        Raises DataError for more than max(100, ``max_bad`` * rows) unreadable rows in succession, or if all rows of a
-        shape are unreadable."""
+        Raises DataError if all rows of a shape are unreadable, or if more than max(100, ``max_bad`` * rows) rows in
+        succession are."""
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         drawn: dict[str, list[Any]] = {}
         if self.augment and self.about.random_flip:
@@ -362,7 +361,7 @@ class SampleReader:
     def _item(self, first: int, view: View, on_read: Callable[[int], None] | None) -> Item:
         skipped: list[str] = []
         row = first
-        # ``max_bad`` tolerates some unreadable rows in succession, for example a broken class folder.
+        # Tolerate some unreadable rows in succession, for example a broken class folder.
         for _ in range(max(100, int(self.about.max_bad * len(self.dataset))) + 1):
             if on_read is not None:
                 on_read(row)
@@ -386,8 +385,8 @@ def to_pixels(x: Tensor) -> Tensor:
 class BadFileCounter:
     """Counts readable and unreadable files, and reports each unreadable file once.
 
-    max_bad: largest tolerated fraction of unreadable files, checked once ``minimum`` files were tried. on_skip: called
-    with "path: reason" for each unreadable file."""
+    max_bad: largest tolerated fraction of unreadable files. It is checked after ``minimum`` files. on_skip: called with
+    "path: reason" for each unreadable file."""
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
         self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum
@@ -412,7 +411,7 @@ class BadFileCounter:
 
 
 def count_media(clips: int, pictures: int) -> str:
-    """Return text such as "2 clips and 3 pictures", without a kind that has none."""
+    """Return text such as "2 clips and 3 pictures". A count of zero is omitted."""
     return " and ".join(f"{count:,} {name}" for count, name in ((clips, "clips"), (pictures, "pictures")) if count)
 
 

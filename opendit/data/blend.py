@@ -1,4 +1,5 @@
-"""Blends: several data sets as one, mixed by weight. A YAML file or a text like ``A:0.7,B:0.3`` lists the sources."""
+"""Blends: several data sets as one, mixed by weight. A YAML file or a text such as ``A:0.7,B:0.3`` lists the
+sources."""
 
 import os
 from collections import Counter
@@ -45,14 +46,14 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """Several data sets as one: the rows of all sources, one source after the other.
+    """Several data sets as one. The rows of each source follow the rows of the source before it.
 
     Args:
         names, parts: names and data sets of the sources.
-        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as rows.
+        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass has as many samples as the sources have rows.
         shown: the blend's name in messages.
-        classes: per source, a mapping from its class names to the blend's. Names not in the mapping stay.
-        union: True if the blend has the classes of all sources; False requires the same classes in all sources.
+        classes: for each source, a mapping from its class names to the blend's. Other names stay the same.
+        union: True if the blend has the classes of all sources; False if all sources must have the same classes.
 
     Raises ValueError if the sources can't be trained on together."""
 
@@ -97,7 +98,7 @@ class BlendedDataset(MediaDataset):
     def read(self, row: int, view: View = PLAIN) -> Item:
         source, row = self._find(row)
         about = self._abouts[source]
-        # Some types of data sets ignore as_bytes and return float32, but all samples of a batch need one dtype.
+        # All samples of a batch need one dtype, but some data sets ignore as_bytes and return float32.
         as_bytes = view.as_bytes and self._one_type
         view = view._replace(
             flip=view.flip and about.random_flip,
@@ -197,7 +198,7 @@ class BlendedDataset(MediaDataset):
     def describe(self) -> Description:
         abouts = self._abouts
         sources = "; ".join(f"{name}: {about.text}" for name, about in zip(self.names, abouts, strict=True))
-        # The weights of each stage, relative to their sum.
+        # Each stage's weights, relative to their sum.
         blend = "; ".join(
             (f"from step {step:,} " if step else "")
             + ", ".join(f"{name} {float(w / sum(ws)):.4g}" for name, w in zip(self.names, ws, strict=True))
@@ -238,7 +239,7 @@ class BlendedDataset(MediaDataset):
 def _merged(
     names: Sequence[str], abouts: Sequence[Description], classes: Sequence[dict[str, str]], union: bool, shown: str
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return the blend's class names, and for each source an array that maps its labels to the blend's labels."""
+    """Return (the blend's class names, an array for each source that maps its labels to the blend's labels)."""
     renamed = []
     for name, about, mapped in zip(names, abouts, classes, strict=True):
         if unknown := sorted(mapped.keys() - set(about.class_names)):
@@ -257,13 +258,13 @@ def _merged(
 
 
 MOST = 1_000  # maximum number of sources, and of weight changes
-LONGEST = 4096  # maximum characters of a path, name or flag value
-OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that each source may set separately
+LONGEST = 4096  # maximum characters in a path, name or flag value
+OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that a source may set for itself
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 
 
 def open_source(asked: Request) -> BlendedDataset | None:
-    """Open the blend that ``asked.data_path`` names, as a YAML file or as text; None if it is neither."""
+    """Open the blend that ``asked.data_path`` names, as a YAML file or as text; None if it names no blend."""
     if inline := inline_sources(asked.data_path):
         sources = [{"path": path, "weight": weight} for path, weight in inline]
         return _open({"sources": sources}, asked, Path())

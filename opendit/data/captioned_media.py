@@ -4,9 +4,8 @@ A table is CSV, JSON lines or Parquet. Its file column is called ``path`` or ``f
 ``text`` or ``caption``. A CSV without a header begins with the columns ``path,text``. Paths are absolute or relative to
 the table's folder. Captions are UTF-8; file names may have any bytes.
 
-A folder holds metadata.jsonl, metadata.csv or metadata.parquet, like an imagefolder of Hugging Face ``datasets``.
-Without such a table, the caption of name.jpg is in name.txt, in name.caption, or in name.json under "caption" or
-"text"."""
+A folder may hold metadata.jsonl, metadata.csv or metadata.parquet, like an imagefolder of Hugging Face ``datasets``.
+Otherwise, the caption of name.jpg is in name.txt, in name.caption, or in name.json under "caption" or "text"."""
 
 import csv
 import io
@@ -48,10 +47,10 @@ from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.processes import run_apart
 
 MAX_LINE = 2**20  # maximum characters of a line
-FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # usual column names, the preferred one first
+FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # usual column names, in order of preference
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_BINARY = {  # first bytes of a file that is not UTF-8 text -> end of the message about it
+_BINARY = {  # first bytes of a file that is not UTF-8 text -> end of the error message
     b"\xff\xfe": "UTF-16, not UTF-8; save it as UTF-8",
     b"\xfe\xff": "UTF-16, not UTF-8; save it as UTF-8",
     b"PK\x03\x04": "no text but an Excel file or another archive; save it as a CSV in UTF-8",
@@ -74,8 +73,8 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """True if the suffix names a picture format, animated or not. The file's first bytes decide if the suffix is
-        unknown."""
+        """True if the suffix names a picture format, animated or not. For an unknown suffix, the file's first bytes
+        decide."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
@@ -83,7 +82,7 @@ class TableRow:
 
     @property
     def is_picture(self) -> bool:
-        """True if the file is read as a picture: it has a picture format and is not an animation."""
+        """True if the file is read as a picture, because it has a picture format and is no animation."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
@@ -91,7 +90,7 @@ class TableRow:
 
 
 class NoColumns(ValueError):
-    """Raised if a table lacks the column of files or the column of captions."""
+    """Raised if a table lacks the file column or the caption column."""
 
 
 class Columns(NamedTuple):
@@ -118,8 +117,8 @@ USUAL = Columns()
 
 
 def read_table(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
-    """Read the rows of a table of media, in order. A missing caption (null) becomes an empty one. The first line of a
-    CSV is a header if it names both columns. name: the table's name in messages. Raises FileNotFoundError or ValueError
+    """Read the rows of a table of media, in order. A null caption becomes an empty one. The first line of a CSV is a
+    header if it names both columns. name: the table's name in messages. Raises FileNotFoundError or ValueError
     (NoColumns for missing columns)."""
     path = Path(path)
     name = name or f"--data_path {printable(path)}"
@@ -150,7 +149,7 @@ def _csv(path: Path, name: str, columns: Columns) -> Iterator[TableRow]:
 
 def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
     check_text_file(path, name)
-    # File names may contain any bytes, so keep invalid ones as surrogates; captions are checked row by row.
+    # File names may have any bytes, so keep invalid ones as surrogates. Captions are checked row by row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(_lines(file, name), strict=True)
         while True:
@@ -201,8 +200,8 @@ def _is_medium(folder: Path, cell: str) -> bool:
 
 def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
     """Return (column names, lines without the header). The file and caption columns are renamed to path and text.
-    lines: (line number, cells) of each row. Raises ValueError, or NoColumns if the header lacks one of these columns.
-    """
+    lines: (line number, cells) of each row. Raises ValueError, or NoColumns if the header lacks one of these
+    columns."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
@@ -213,12 +212,12 @@ def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tupl
         if twice:
             raise ValueError(f"{name}, line {number}: the header {shown} names {' and '.join(twice)} twice; rename one")
         called = {file: "path", caption: "text"}
-        others = {"path": "path2", "text": "text2"}  # new names of other columns called path or text
+        others = {"path": "path2", "text": "text2"}  # new names for other columns called path or text
         found = [called.get(column) or others.get(column, column) for column in names]
         return [column or f"column{i}" for i, column in enumerate(found, 1)], lines[1:]
     if any(columns):
         raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
-    # A first line without a medium is a header if it names one of the columns, or the second line names a medium.
+    # A first line without a medium is a header if it names a column, or if the second line names a medium.
     if not any(_is_medium(folder, cell) for cell in cells):
         _check_delimiter(folder, f"{name}, line {number}", cells)
         following = lines[1][1] if len(lines) > 1 else []
@@ -271,7 +270,7 @@ def check_utf8(here: str, column: str, cell: str) -> None:
 
 
 def locate(folder: Path, here: str, path: str) -> Path:
-    """Return the path of a file that a table in ``folder`` names. Raises ValueError, beginning with ``here``."""
+    """Return the path of a file named in a table in ``folder``. Raises ValueError, beginning with ``here``."""
     if "://" in path and _ADDRESS.match(path):
         raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
     try:
@@ -281,7 +280,7 @@ def locate(folder: Path, here: str, path: str) -> Path:
 
 
 def write_csv(path: str | Path, rows: list[TableRow]) -> None:
-    """Write a CSV with a header, atomically. Paths below the CSV's folder are written relative to that folder."""
+    """Write a CSV with a header, atomically. Paths below the CSV's folder are written as relative paths."""
     path = Path(path)
     extra = list(dict.fromkeys(name for row in rows for name in row.extra))
     folder = path.parent.resolve()
@@ -292,7 +291,7 @@ def write_csv(path: str | Path, rows: list[TableRow]) -> None:
         for row in rows:
             medium = row.path.resolve()
             shown = str(medium.relative_to(folder) if medium.is_relative_to(folder) else medium)
-            # Without ./ before it, readers would expand a leading ~ to a home folder and strip a leading blank.
+            # Add ./ because readers would expand a leading ~ to a home folder and strip a leading blank.
             shown = f"./{shown}" if shown[0] == "~" or shown[0].isspace() else shown
             writer.writerow([shown, row.text, *(row.extra.get(name, "") for name in extra)])
         file.detach()
@@ -302,7 +301,7 @@ SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
-    """Make a row from two cells. The caption may be a string, a number or None (empty)."""
+    """Make a row from two cells. The caption is a string, a number or None (empty)."""
     caption = "" if caption is None else str(caption) if type(caption) in (int, float) else caption
     if not isinstance(file, str) or not file:
         raise ValueError(f"{here}: the path is {printable(repr(file))[:60]}; name a file or remove the row")
@@ -360,20 +359,20 @@ def _parquet(path: Path, name: str, columns: Columns) -> Iterator[TableRow]:
 
 MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in order of trying
+BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, tried in this order
 FILE_NAME = "file_name"  # usual file column of ``TABLES``
 # Reasons why files are left out (keys of ``CaptionedFiles.left_out``).
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
-ALONE = "--caption_prefix alone"  # source name for files with only the prefix as caption
+ALONE = "--caption_prefix alone"  # source of captions that consist of the prefix only
 
 
 @dataclass
 class CaptionedFiles:
-    """The captioned files of a folder, and the files that are left out."""
+    """A folder's captioned files, and the files that are left out."""
 
     rows: list[TableRow] = field(default_factory=list)
-    sources: dict[str, int] = field(default_factory=dict)  # kind of source, such as ".txt files" -> number of captions
+    sources: dict[str, int] = field(default_factory=dict)  # source, such as ".txt files" -> number of captions
     # reason, such as ``BARE`` -> "path" or "path: details" for each file
     left_out: dict[str, list[str]] = field(default_factory=dict)
     table: Path | None = None  # the folder's table
@@ -397,13 +396,12 @@ class CaptionedFiles:
 def find_captions(
     root: str | Path, *, columns: Columns = USUAL, folder_names: bool = False, bare: bool = False
 ) -> CaptionedFiles:
-    """Find the clips and pictures below ``root``. Their captions are in a table or beside the files.
+    """Find the clips and pictures below ``root``, and their captions in a table or in caption files.
 
     Args:
         columns: names of the table's columns.
-        folder_names: use the folder's name, with spaces for _ and -, as caption if a file has none. Ignored for a table
-            and for files directly in ``root``.
-        bare: use an empty caption if a file has none. By default such files are left out.
+        folder_names: without a table, use a subfolder's name, with spaces for _ and -, as its files' missing captions.
+        bare: use an empty caption for a file without one. By default such a file is left out.
 
     Files with an unreadable caption are left out. Raises ValueError for several tables or a damaged one."""
     root, found = Path(root), CaptionedFiles()
@@ -433,7 +431,7 @@ def find_captions(
 
 
 def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list[TableRow], list[str]]:
-    """Return (rows of a table or folder, lines about files left out). name: the path's name in messages. Raises
+    """Return (a table's or folder's rows, lines about files left out). name: the path's name in messages. Raises
     FileNotFoundError or ValueError."""
     if not os.path.isdir(path):
         return read_table(path, name, columns), []
@@ -444,7 +442,8 @@ def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list
 
 
 def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Return (paths of media, caption files: path without suffix -> suffix -> path) below a folder."""
+    """Return (paths of media, captions) below a folder. captions: path without suffix -> suffix -> path of caption
+    file."""
     media, beside = [], {}
     above = folders_above(str(root)) - {identity_of(str(root))}
     suffixes = CLIPS | picture_suffixes() | frozenset(BESIDE)
@@ -457,8 +456,8 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return (path, rows) of a folder's table; (None, []) without a table. A table without the columns is ignored, or
-    raises NoColumns if a flag names a column."""
+    """Return (path, rows) of a folder's table; (None, []) without a table. Tables without the columns are ignored. If a
+    flag names a column, raises NoColumns instead."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):
@@ -494,8 +493,8 @@ def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: 
 
 
 def _caption(files: dict[str, str]) -> tuple[str, str, str]:
-    """Return (caption on one line, kind of source, ""). An unreadable caption gives ("", "", reason), a missing one
-    ("", "", ""). files: suffix -> path of the caption file."""
+    """Return (caption on one line, source, ""), or ("", "", reason) for an unreadable caption. If there is no caption,
+    all three are "". files: suffix -> path of the caption file."""
     for suffix in BESIDE:
         if suffix in files:
             path = Path(files[suffix])
@@ -508,7 +507,7 @@ def _caption(files: dict[str, str]) -> tuple[str, str, str]:
 
 
 def _json_caption(path: Path) -> str:
-    """Return the value of "caption" in a JSON file. Without one, return the value of "text", or ""."""
+    """Return the value of "caption" in a JSON file, else of "text", else ""."""
     try:
         values = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -553,8 +552,8 @@ def class_caption(name: str) -> str:
 
 
 def find_ucf101(root: str | Path) -> CaptionedFiles:
-    """Find the clips below ``root``. Each clip's caption is the name of its folder. Clips directly in ``root`` are left
-    out. Raises FileNotFoundError if there is no folder or no clip in a class folder."""
+    """Find the clips in the class folders below ``root``. A clip's caption is its folder's name. Raises
+    FileNotFoundError if there is no folder, or no clip in a class folder."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
     found, above = CaptionedFiles(), folders_above(str(root)) - {identity_of(str(root))}
@@ -576,7 +575,7 @@ def find_ucf101(root: str | Path) -> CaptionedFiles:
 
 
 def find_folder(root: str | Path) -> CaptionedFiles:
-    """Find the clips and pictures below ``root``. A file without a caption gets its subfolder's name as caption. Raises
+    """Find the clips and pictures below ``root``. Without a caption, a file gets its subfolder's name. Raises
     FileNotFoundError if there is no folder, no picture or clip, or no caption."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
@@ -597,8 +596,7 @@ def _note(ignored: Ignored) -> str:
 
 
 def make(kind: str, root: str, output: str) -> None:
-    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``: write a CSV and print a summary. kind: "ucf101" or
-    "folder"."""
+    """Run ``preprocess.py ucf101`` or ``folder``, as ``kind`` says: write a CSV and print a summary."""
     found = find_ucf101(root) if kind == "ucf101" else find_folder(root)
     write_csv(output, found.rows)
     for line in found.lines():
@@ -615,7 +613,7 @@ TIME_LIMIT = 60.0  # seconds for decoding two frames of a file
 
 
 def probe(path: str, is_picture: bool) -> Medium:
-    """Decode a picture, or a clip's first and last frame, and return the Medium."""
+    """Decode a picture, or a clip's first and last frame, and return its Medium."""
     return (of_picture(read_picture(path)) if is_picture else open_clip(path, middle=False))[0]
 
 
@@ -629,10 +627,10 @@ def check_rows(
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
-    """Check rows. Return (remaining rows in order, their media, dropped rows). The dropped rows are a dictionary:
-    reason (one of ``REASONS``) -> list of "path: problem". Decoders crash and hang on broken files, so separate
-    processes decode."""
-    found: list[Medium | tuple[str, str] | None] = []  # for every row, its medium or (reason, "path: problem")
+    """Return (good rows in order, their media, dropped rows). The dropped rows are a dictionary: reason (one of
+    ``REASONS``) -> list of "path: problem". Separate processes decode, because decoders crash and hang on broken
+    files."""
+    found: list[Medium | tuple[str, str] | None] = []  # each row's medium, or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
         missing = None if why is None else ("missing", f"{printable(row.path)}: {why}")
@@ -668,7 +666,7 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table of minimum, median and maximum. Durations, frames and rates include clips only."""
+    """Return a text table of minimum, median and maximum. Durations, frames and rates are of clips only."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),
@@ -693,8 +691,8 @@ def check(
     image_size: int = 0,
     **how: Any,
 ) -> None:
-    """Run ``preprocess.py check``. The arguments are its flags. how: arguments of :func:`check_rows`. Raises DataError
-    and writes nothing if no row is left."""
+    """Run ``preprocess.py check``, with its flags as arguments. how: arguments of :func:`check_rows`. If no row is
+    left, raises DataError and writes nothing."""
     rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
     print("\n".join(lines), end="\n" * bool(lines))
     kept, media, dropped = check_rows(rows, **how)

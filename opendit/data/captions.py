@@ -1,6 +1,6 @@
-"""Count captions that a text encoder truncates, and captions without content.
+"""Count captions that a text encoder truncates, and captions without content, before training or encoding starts.
 
-Training and encoding count captions before they start. ``Description.counted_captions`` limits how many are read."""
+``Description.counted_captions`` limits how many captions are read."""
 
 import math
 import unicodedata
@@ -21,11 +21,11 @@ MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
-MOST_MISSING = 40  # captions of more characters are not looked up in ``MISSING``
+MOST_MISSING = 40  # longer captions are not looked up in ``MISSING``
 AT_ONCE = 1024  # maximum captions per call of a ``Measure``
-MOST_TOKENIZED = 10_000  # maximum captions tokenized before training starts; takes one or two seconds
+MOST_TOKENIZED = 10_000  # maximum captions to tokenize before training, which takes one or two seconds
 
-Measure = Callable[[list[str]], Sequence[int]]  # captions -> number of tokens for each
+Measure = Callable[[list[str]], Sequence[int]]  # captions -> each caption's number of tokens
 
 
 def says_nothing(caption: str) -> bool:
@@ -42,16 +42,16 @@ def stands_for_nothing(caption: str) -> bool:
 
 @dataclass
 class CaptionCount:
-    """Statistics of some captions of a data set."""
+    """Statistics of a data set's captions, or of some of them."""
 
     rows: int  # rows of the data set
     name: str = "captions"  # beginning of every line
     counted: int = 0  # captions counted, including unreadable ones
-    tokens: Counter[int] = field(default_factory=Counter)  # tokens in a caption -> number of such captions
-    words: Counter[int] = field(default_factory=Counter)
+    tokens: Counter[int] = field(default_factory=Counter)  # number of tokens -> number of captions
+    words: Counter[int] = field(default_factory=Counter)  # number of words -> number of captions
     longest_at: str = ""  # sample with the longest caption
     empty: int = 0  # captions without content, see ``says_nothing``
-    empty_at: str = ""  # the first such sample
+    empty_at: str = ""  # the first sample with such a caption
     missing: Counter[str] = field(default_factory=Counter)  # spelling -> number of captions
     missing_at: str = ""
     unreadable: int = 0
@@ -63,7 +63,7 @@ class CaptionCount:
 
     @property
     def among(self) -> str:
-        """The number of counted captions as text: "of 500", or "of the 10,000 looked at among 1,000,000"."""
+        """Text such as "of 500", or "of the 10,000 looked at among 1,000,000"."""
         if self.counted == self.rows:
             return f"of {self.rows:,}"
         return f"of the {self.counted:,} looked at among {self.rows:,}"
@@ -88,7 +88,7 @@ class CaptionCount:
                 self.missing[caption.strip()] += 1
 
     def without_words(self) -> list[str]:
-        """Return up to three lines: about empty captions, missing values, and unreadable captions."""
+        """Return up to three lines: on empty captions, missing values, and unreadable captions."""
         lines = []
         if self.empty:
             lines.append(f"{self.name}: {self.empty:,} {self.among} are empty (the first: {self.empty_at})")
@@ -106,7 +106,7 @@ class CaptionCount:
         return lines
 
     def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
-        """Return one line, in a list, about captions of more than ``limit`` tokens; [] if there are none."""
+        """Return [line] about captions of more than ``limit`` tokens; [] if there are none."""
         if not (over := self.over(limit)):
             return []
         return [
@@ -115,9 +115,8 @@ class CaptionCount:
         ]
 
     def for_any_encoder(self) -> list[str]:
-        """Return lines about the captions' lengths: how many tokens the encoder ``bytes`` takes, and how many captions
-        CLIP and T5 truncate at least. Lengths must be measured by :func:`byte_tokens`. For CLIP and T5, a word counts
-        as one token."""
+        """Return lines about the tokens that ``bytes`` needs, and about captions that CLIP and T5 surely truncate.
+        Lengths must be measured by :func:`byte_tokens`. For CLIP and T5, a word counts as one token."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -141,14 +140,13 @@ def _above(counts: Counter[int], limit: int) -> int:
 
 
 def takes_whole(tokens: int) -> str:
-    """Return text about the flag that prevents truncating ``tokens`` tokens; "" if no value allows that."""
+    """Return text about the flag that keeps ``tokens`` tokens; "" if no value is large enough."""
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
-    """Return the rows to count before training starts, ascending int64. ``Description.counted_captions`` and ``most``
-    limit the number of rows per source. If the limit is below all rows, the rows are evenly spaced groups of adjacent
-    rows, because adjacent rows are usually in one file."""
+    """Return the rows to count, ascending int64. ``Description.counted_captions`` and ``most`` limit their number per
+    source. Limited rows are evenly spaced groups of adjacent rows, because adjacent rows are usually in one file."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)
@@ -165,7 +163,7 @@ def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
 def count_captions(
     dataset: MediaDataset, measure: Measure = byte_tokens, most: int | None = None, name: str = "captions"
 ) -> CaptionCount:
-    """Count the captions of the rows in :func:`caption_rows`. A data set without captions gives an empty count."""
+    """Count the captions in :func:`caption_rows`. A data set without captions gives an empty count."""
     rows = caption_rows(dataset, most).tolist() if dataset.describe().conditioning == "text" else []
     return count_texts(rows, dataset.caption, dataset.source, len(dataset), measure, name)
 
@@ -178,7 +176,7 @@ def count_texts(
     measure: Measure = byte_tokens,
     name: str = "captions",
 ) -> CaptionCount:
-    """Count the captions of ``rows``, out of ``total`` rows."""
+    """Count the captions of ``rows``, which are some of ``total`` rows."""
     found = CaptionCount(total, name)
     for first in range(0, len(rows), AT_ONCE):
         captions: dict[int, str] = {}

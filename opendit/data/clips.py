@@ -1,7 +1,7 @@
 """Choose frames of a clip, and read them upright, resized and cropped.
 
-A reader of ``video_files`` decodes only what the chosen frames need. If the reader fails, or may not read a file
-correctly, PyAV reads the file. PyAV decodes from the start if the file has no display times."""
+A reader of ``video_files`` decodes only what the chosen frames need. If the reader fails or might be wrong, PyAV reads
+the file. PyAV decodes from the start if the file has no display times."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ from opendit.data.video_files import (
     video_stream,
 )
 
-MAX_FRAME_PIXELS = 2**26  # about twice the largest frame that H.264 and H.265 allow at any level
+MAX_FRAME_PIXELS = 2**26  # about twice the largest frame in H.264 and H.265
 WINDOW = 2**28  # maximum bytes of decoded frames in memory before resizing
 SHORT_CLIPS = ("skip", "interval")
 REMEMBERED = 4096  # maximum files in a ``FileMemory``
@@ -62,7 +62,7 @@ class Clip(NamedTuple):
 
 
 class Crop(NamedTuple):
-    """Size of a crop in pixels, and its position ``place``, see ``start_of_crop``."""
+    """Size of a crop in pixels, and its position ``place`` (see ``start_of_crop``)."""
 
     height: int
     width: int
@@ -73,7 +73,7 @@ FrameSize = int | tuple[int, int] | Crop  # side of a square; (height, width); o
 
 
 class FileMemory(OrderedDict[str, tuple[Any, ...]]):
-    """Dictionary from path to value. It contains only the last ``REMEMBERED`` files."""
+    """Dictionary from path to value for the last ``REMEMBERED`` files."""
 
     def __setitem__(self, path: str, what: tuple[Any, ...]) -> None:
         super().__setitem__(path, what)
@@ -82,7 +82,7 @@ class FileMemory(OrderedDict[str, tuple[Any, ...]]):
             self.popitem(last=False)
 
 
-# Files that took too long or could not be opened, and frame counts found by decoding, so that they cost time only once.
+# Files that took too long, files that could not be opened, and frame counts found by decoding.
 _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
@@ -90,7 +90,7 @@ def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enl
     """Crop frames (T, H, W, 3) uint8 to the aspect ratio of ``size`` and resize them, bicubic with antialiasing. Return
     (3, T, height, width) float32 in [-1, 1]. enlarge: False keeps a crop smaller than ``size``. as_bytes: return uint8,
     with adjacent channels in memory."""
-    # Crop before resizing. So both axes have one scale, and a long thin frame takes no extra time.
+    # Crop before resizing, so that both axes have one scale, and a long thin frame takes no extra time.
     height, width = frames.shape[1:3]
     place = size.place if isinstance(size, Crop) else None
     down, across = (size, size) if isinstance(size, int) else size[:2]
@@ -99,7 +99,7 @@ def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enl
     top, left = start_of_crop(height - high, width - wide, place)
     pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
     if (high, wide) != (down, across) and (enlarge or scale > 1):
-        # Resizing uint8 is 3x as fast as float32. torch would copy a non-contiguous tensor to channels-first memory.
+        # Resizing uint8 is 3x as fast as float32. torch would copy other memory formats to channels-first memory.
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         pixels = interpolate(pixels, (down, across), mode="bicubic", antialias=True)
     pixels = pixels.transpose(0, 1)
@@ -138,12 +138,12 @@ def read_clip(
 
     Frames are chosen by number (``clip_window``), or with ``fps`` by their times (``timed_window``).
 
-    start: see ``clip_window``. short_clips: "skip" raises BadSample if a clip is too short; "interval" reads such a
-    clip at a smaller interval, if there are ``num_frames`` frames. name: the clip's name in messages. reader: one of
+    start: see ``clip_window``. short_clips: for a clip that is too short, "skip" raises BadSample; "interval" reads
+    ``num_frames`` frames at a smaller interval, if there are as many. name: the clip's name in messages. reader: one of
     ``video_files.CHOICES``; the pixels do not depend on it.
 
-    Raises BadSample if the clip is too short, can't be decoded, or takes more than ``time_limit`` s, now or in an
-    earlier call."""
+    Raises BadSample if the clip is too short or can't be decoded, or if this or an earlier call took more than
+    ``time_limit`` s."""
     check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
     shortened = False
@@ -200,8 +200,8 @@ def clip_size(
 ) -> tuple[int, int, int]:
     """Return (frames, height, width) of a clip, upright. Raises BadSample.
 
-    whole: False if ``path`` is an MP4 with only the parts of ``container_header.table_parts``. count: returns the
-    number of frames to report for the clip's timeline; None means all frames."""
+    whole: False if ``path`` is an MP4 that contains only ``container_header.table_parts``. count: returns the number of
+    frames to report for a timeline; None reports all frames."""
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
         reader = _open(path, "auto", stop, whole)[0]
@@ -216,7 +216,7 @@ def clip_size(
 
 
 def colours_in(path: str) -> str:
-    """Return a name such as "HDR (PQ)" if a clip's colours need conversion, else "". May raise any exception."""
+    """Return a name such as "HDR (PQ)" if a clip's colours are converted, else "". May raise any exception."""
     if has_animation_format(path):
         return ""
     with name_for_ffmpeg(path) as name, open_container(name) as file:
@@ -224,13 +224,13 @@ def colours_in(path: str) -> str:
 
 
 def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
-    """Return a clip's frames per second, from the times of its frames; 0 for a single frame. Raises BadSample."""
+    """Return a clip's frames per second, by its frames' times; 0 for a single frame. Raises BadSample."""
     return _within(path, time_limit, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
 
 
 def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     """Return (medium, frames) of a clip. The frames are the first, middle and last, (3, H, W, 3) uint8. middle: False
-    leaves out the middle frame. May raise any exception."""
+    omits the middle frame. May raise any exception."""
     found: list[Timeline] = []
 
     def choose(timeline: Timeline) -> list[int]:
@@ -245,12 +245,12 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     [times] = found
     length, duration = len(times.seconds), times.end - float(times.seconds[0])
     if times.rate and abs(length / times.rate - duration) <= ROUNDING:
-        duration = 0.0  # so keep the Medium's default: frames / rate
+        duration = 0.0  # the default, which means frames / rate
     return Medium(length, height, width, times.rate, duration, colours_in(path)), frames
 
 
 class _Helper:
-    """A thread that runs one job at a time. Starting a thread for every clip would take 0.1 ms."""
+    """A thread that runs one job at a time. Starting a thread for each clip would take 0.1 ms."""
 
     def __init__(self):
         self.jobs: SimpleQueue[Any] = SimpleQueue()
@@ -268,18 +268,19 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
             outcome.put((work(stop), None))
         except BaseException as error:  # the waiting thread raises it
             outcome.put((None, error))
-        del job, work, stop, outcome  # free these objects before waiting for the next job
+        del job, work, stop, outcome  # before waiting for the next job
 
 
-_helpers = threading.local()  # a ``_Helper`` per calling thread, so that threads never wait for each other's files
+_helpers = threading.local()  # one ``_Helper`` per calling thread, so that threads never wait for each other's files
 
 
 def _within(name: str, seconds: float, work: Callable[[threading.Event], Result]) -> Result:
-    """Return ``work(stop)``, computed in a separate thread. Raises BadSample after ``seconds`` seconds and sets
-    ``stop``; a slow ``work`` should then return. Also raises BadSample if the file ``name`` took too long before. A
-    separate thread is needed because decoders and stalled disks hang inside C code. A hanging thread remains until the
-    process ends, and the next call uses a new thread."""
-    if (limit := _hung.get(name)) is not None:  # the first message again, so that it is logged only once
+    """Return ``work(stop)``, computed in a separate thread, because decoders and stalled disks hang inside C code.
+
+    After ``seconds`` seconds, sets ``stop``, which asks ``work`` to return, and raises BadSample. A hanging thread
+    remains until the process ends; the next call uses a new thread. Also raises BadSample if the file ``name`` took too
+    long before."""
+    if (limit := _hung.get(name)) is not None:  # repeat the first message, which is logged only once
         raise BadSample(name, f"not read within {limit[0]:g} seconds; not tried again")
     helper = getattr(_helpers, "helper", None)
     if helper is None or not helper.thread.is_alive():  # a forked process has the object without its thread
@@ -309,8 +310,8 @@ def decode_frames(
     size: FrameSize | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """Return frames of a clip, (T, H, W, 3) uint8. choose: returns the frames' indices for the clip's timeline. size:
-    resize frames of more than ``WINDOW`` bytes to this size, in groups; None never resizes. Raises BadSample."""
+    """Return frames of a clip, (T, H, W, 3) uint8. choose: returns the frames' indices for a timeline. size: new size
+    of the frames if they have more than ``WINDOW`` bytes; None never resizes. Raises BadSample."""
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())
@@ -325,15 +326,15 @@ def decode_frames(
                 if _is_final(error):
                     raise  # after any other error, the end of this function decodes from the start
     finally:
-        # The traceback of an error would keep the reader's video frames in memory until garbage collection. A forked
-        # process would then wait for threads that it does not have.
+        # An error's traceback would keep the reader's video frames until garbage collection. In a forked process,
+        # freeing them would wait for threads that do not exist there.
         del file
     return _decode_in_order(path, indices, stop, size)
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True if no other reader is tried after ``error``. This holds for BadSample and MemoryError, but not for
-    libav's memory errors, because damaged files declare absurd sizes."""
+    """Return True if no other reader is tried after ``error``: for BadSample and MemoryError. libav's own memory errors
+    do not count, because damaged files declare absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -342,11 +343,11 @@ def _shrink(frames: Tensor, size: FrameSize) -> np.ndarray:
 
 
 def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> tuple[Reader, bool]:
-    """Return (reader of a file, True if it finds frames by number). Raises BadSample. whole: see :func:`clip_size`."""
+    """Return (reader, True if the reader finds frames by number). Raises BadSample. whole: see :func:`clip_size`."""
     reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
-        version = state.st_mtime_ns, state.st_size  # changes once the file is repaired
+        version = state.st_mtime_ns, state.st_size  # changes when the file is repaired
         if (known := _unopened.get(path)) is not None and known[0] == version:
             raise BadSample(path, known[1])
         if (kind := kind_of(state.st_mode)) is not None:  # opening a pipe may block
@@ -384,8 +385,8 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 def _open_with(
     reader: str, path: str, name: str, version: tuple[int, int], stop: threading.Event, whole: bool
 ) -> tuple[Reader, bool]:
-    """Open a file with ``reader``, or with PyAV if ``reader`` can't read the file. name: the file's name for FFmpeg.
-    version: the file's modification time and size."""
+    """Open a file with ``reader``, or with PyAV if ``reader`` fails. name: the file's name for FFmpeg. version: the
+    file's modification time and size."""
     contents = look_up(name, whole=whole)
     if contents.seekable:
         try:
@@ -403,8 +404,8 @@ def _open_with(
 
 
 def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
-    """Return ``contents`` with the number and times of the frames that can be decoded before the first error. If there
-    are none, return ``contents`` unchanged."""
+    """Return ``contents`` with the number and times of the frames before the first error. If there are none, return
+    ``contents`` unchanged."""
     times: list[int | None] = []
     try:
         with open_container(name) as container:
@@ -424,7 +425,7 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Yield a file's name for FFmpeg, in UTF-8. The name is absolute, because FFmpeg would read "concat:a|b" as a
+    """Yield a file's name for FFmpeg, in UTF-8. The name is absolute, because FFmpeg would take "concat:a|b" for a
     protocol."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
@@ -465,8 +466,8 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes) of contents;
-    all other bytes are zero."""
+    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes); all other
+    bytes are zero."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
             _write(file, parts, size)
@@ -489,8 +490,8 @@ def _write(file, parts: Iterable[tuple[int, bytes]], size: int) -> None:
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
     """Return the indices of ``num_frames`` frames that are ``frame_interval`` apart, or None if the clip is too short.
 
-    length: number of frames in the clip. start: number in [0, 1) that selects one of the possible windows with equal
-    probability; None selects the middle window."""
+    length: the clip's number of frames. start: number in [0, 1) that selects a window, all with equal probability; None
+    selects the middle window."""
     last_start = length - 1 - (num_frames - 1) * frame_interval
     if last_start < 0:
         return None
@@ -499,15 +500,15 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
 
 
 def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
-    """Return the largest interval, at most ``frame_interval``, at which ``num_frames`` of ``length`` frames fit. If
-    none does, return ``frame_interval``."""
+    """Return the largest interval up to ``frame_interval`` at which ``num_frames`` of ``length`` frames fit. If none
+    fits, return ``frame_interval``."""
     too_short = num_frames <= length < 1 + (num_frames - 1) * frame_interval
     return (length - 1) // (num_frames - 1) if too_short else frame_interval
 
 
 def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
     """Return the indices of the frames shown at ``num_frames`` times that are 1 / ``fps`` seconds apart, or None if the
-    clip is shorter. start: selects the first frame, as in ``clip_window``."""
+    clip is too short. start: selects the first frame, as in ``clip_window``."""
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
     if num_frames > 1:
@@ -519,23 +520,23 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
 
 
 def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
-    """Return the indices of the frames at ``num_frames`` evenly spaced times, from the first frame to the last."""
+    """Return the indices of the frames at ``num_frames`` evenly spaced times over the whole clip."""
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
 
 
-AT_ONCE = 2**25  # maximum values resized at once, with eight bytes of temporary memory each
+AT_ONCE = 2**25  # maximum values to resize at once, with eight temporary bytes each
 _SHARPNESS = -0.5  # parameter a of Keys' cubic convolution
 _MOST_BITS = 22  # maximum fractional bits of a fixed-point weight
 
 
 def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_ONCE) -> Tensor:
-    """Return a batch with every :class:`Small` sample enlarged to H x W and, if requested, mirrored, on ``x``'s device.
+    """Return a batch with every :class:`Small` sample enlarged to H x W, and mirrored if requested, on ``x``'s device.
 
     The pixels are bit-identical to ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8
-    on a CPU. The host waits for the device only when two sizes first occur together.
+    on a CPU. The host waits for the device only at the first use of a pair of sizes.
 
-    x: (B, C, [T,] H, W) uint8, in any memory order. small: B entries, with None for a sample of full size; None if all
-    have full size. at_once: maximum values resized together; one sample may have more."""
+    x: (B, C, [T,] H, W) uint8, in any memory order. small: B entries, None for a sample of full size; or None if all
+    have full size. at_once: maximum values resized together; a single sample may have more."""
     if small is None:
         return x
     x = x.clone()
@@ -563,7 +564,7 @@ def _runs(small: Sequence[Small | None], most: int) -> Iterator[tuple[int, int, 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize frames (..., H, W, C) uint8 to size = (height, width), bicubic with antialiasing, on their device.
 
-    Sums are in fixed point and rounded to bytes after each axis, width first, like in PIL."""
+    Sums are in fixed point and rounded to bytes after each axis, width first, as in PIL."""
     for axis, length in ((-2, size[1]), (-3, size[0])):
         if frames.shape[axis] != length:
             frames = _along(frames, axis, length)
@@ -584,8 +585,8 @@ def _along(frames: Tensor, axis: int, length: int) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Return (positions, weights, fractional bits) of the filter that resizes an axis from ``source`` to ``length``.
-    Output pixel i is the sum over taps k of weights[k, i] times input pixel positions[k, i]. Both are int32 (taps,
-    length). Double precision and the order of operations make the result bit-identical to torch's."""
+    Positions and weights are int32 (taps, length). Output pixel i is the sum over k of weights[k, i] times input pixel
+    positions[k, i]. Double precision and the order of operations make the result bit-identical to torch's."""
     scale = source / length
     reach, shrink = 2.0 * max(scale, 1.0), 1.0 / max(scale, 1.0)
     most = math.ceil(reach) * 2 + 1
@@ -595,11 +596,11 @@ def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
         first = max(int(center - reach + 0.5), 0)
         count = min(max(min(int(center + reach + 0.5), source) - first, 0), most)
         row = [_cubic((tap + first - center + 0.5) * shrink) for tap in range(count)]
-        total = functools.reduce(operator.add, row, 0.0)  # not sum(), which Python 3.12 made more exact
+        total = functools.reduce(operator.add, row, 0.0)  # not sum(), which rounds differently since Python 3.12
         weights.append([weight / total for weight in row] + [0.0] * (most - count))
         places.append([first + tap for tap in range(count)] + [first] * (most - count))
     largest, bits = max(map(max, weights)), 0
-    while bits < _MOST_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:  # the largest weight stays below 2^15
+    while bits < _MOST_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:  # keep the largest weight below 2^15
         bits += 1
     fixed = [[int(math.copysign(0.5, weight) + weight * (1 << bits)) for weight in row] for row in weights]
     places, fixed = (torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device) for rows in (places, fixed))
@@ -607,7 +608,7 @@ def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _cubic(x: float) -> float:
-    """Return the cubic kernel at distance ``x`` (equation 15 of Keys, "Cubic convolution interpolation", 1981)."""
+    """Return Keys' cubic kernel at distance ``x`` ("Cubic convolution interpolation", 1981, equation 15)."""
     a, x = _SHARPNESS, abs(x)
     if x < 1:
         return ((a + 2) * x - (a + 3)) * x * x + 1

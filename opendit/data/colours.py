@@ -1,14 +1,14 @@
 """Convert HDR and wide-gamut colours to BT.709 and sRGB, the colours that models are trained on.
 
-Primaries and transfers are identified by their numbers in ITU-T H.273. LittleCMS converts pictures with ICC profiles. A
+Primaries and transfers have their numbers from ITU-T H.273. LittleCMS converts pictures with ICC profiles. A
 :class:`Conversion` converts other files in these steps:
 
-1. Decode the signal to linear light, with SDR white as 1. HDR light is divided by HDR's reference white, 203 nits
-   (BT.2408). PQ: EOTF of SMPTE ST 2084. HLG: inverse OETF, and OOTF of a display of 1,000 nits, gamma 1.2 (BT.2100).
+1. Decode the signal to linear light in units of SDR white. HDR's white is 203 nits (BT.2408).
+   PQ: EOTF of SMPTE ST 2084. HLG: inverse OETF, then the OOTF for 1,000 nits, gamma 1.2 (BT.2100).
    SDR clips: power of 2.4 (BT.1886). SDR pictures: their gamma or sRGB's curve.
 2. Convert the primaries to BT.709's by a matrix. Negative values are outside the gamut and become 0.
 3. For HDR, compress each channel x above ``KNEE``, so that 10,000 nits become 1 (extended Reinhard):
-   y = KNEE + (1 - KNEE) t (1 + t / T^2) / (1 + t), with t = (x - KNEE) / (1 - KNEE), and T the t of 10,000 nits.
+   y = KNEE + (1 - KNEE) t (1 + t / T^2) / (1 + t), where t = (x - KNEE) / (1 - KNEE), and T is t at 10,000 nits.
 4. Encode the light as an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
 """
 
@@ -25,7 +25,7 @@ PQ, HLG = 16, 18  # numbers of two HDR transfers
 WHITE_NITS = 203.0
 KNEE = 0.9
 _MOST_NITS, _HLG_NITS, _HLG_GAMMA = 10_000.0, 1000.0, 1.2
-_CHUNK = 1 << 16  # pixels converted at once, few enough for the processor's cache
+_CHUNK = 1 << 16  # pixels to convert at once, few enough for the processor's cache
 
 _D65, _DCI = (0.3127, 0.3290), (0.314, 0.351)
 # Number of the primaries -> (x, y) of red, green, blue and white.
@@ -38,10 +38,10 @@ _PRIMARIES = {
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
 _GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # number of a power-law transfer -> gamma, for pictures
 UNSPECIFIED = 2  # number for unspecified primaries, transfer or matrix
-# Number of a matrix from RGB to YCbCr -> weights of red and blue in luma.
+# Number of a matrix from RGB to YCbCr -> red's and blue's weights in luma.
 MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
 MATRICES |= {9: (0.2627, 0.0593)}
-# Matrices that FFmpeg's scaler does not support. It would give wrong colours.
+# Matrices for which FFmpeg's scaler would give wrong colours.
 _NO_MATRIX = {10: "BT.2020 with constant luminance", 11: "YDzDx", 14: "ICtCp", 15: "IPT-C2"}
 _NO_MATRIX |= dict.fromkeys((12, 13), "chromaticity-derived")
 
@@ -61,7 +61,7 @@ def unknown_matrix(matrix: int) -> str:
 
 
 def is_high_definition(width: int, height: int) -> bool:
-    """Return True if players assume BT.709's matrix for a clip of this size, False if BT.601's."""
+    """Return True if players assume BT.709's matrix for a clip of this size, False for BT.601's."""
     return width >= 1280 or height > 576
 
 
@@ -94,8 +94,8 @@ class Conversion:
         return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
 
     def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
-        """Convert planes (H, W) of Y, Cb and Cr, with ``bits`` bits, to (H, W, 3) uint8. full: True for full range,
-        False for limited range. matrix: a key of ``MATRICES``."""
+        """Convert planes (H, W) of Y, Cb and Cr with ``bits`` bits to (H, W, 3) uint8. full: True for full range, False
+        for limited range. matrix: a key of ``MATRICES``."""
         red, blue = MATRICES[matrix]
         unit = 1 << (bits - 8)
         black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)
@@ -120,7 +120,7 @@ class Conversion:
         count = max(1, _CHUNK // max(1, shape[1]))
         for first in range(0, shape[0], count):
             rows = slice(first, first + count)
-            # Table look-ups and sums of products are bit-identical on every machine. Other operations may not be.
+            # Table look-ups and sums of products give the same bits on every machine. Other operations may not.
             light = [table[part] for part in signals(rows)]
             if self._ootf is not None:
                 gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
@@ -132,9 +132,8 @@ class Conversion:
 
 _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's weights of red, green and blue
 
-# Tables are indexed by the upper bits of the light's float32 value. There are 2,048 bins per power of 2, so an 8-bit
-# result is off by at most 0.03 of a level. ``_BINS`` has the middle of each bin. The first bin represents 0 and
-# includes negative numbers.
+# Tables are indexed by the upper bits of the light's float32 value: 2,048 bins per power of 2, so that an 8-bit result
+# is off by at most 0.03 of a level. ``_BINS`` has each bin's middle. The first bin stands for 0 and negative values.
 _SHIFT, _LEAST, _MOST = 12, 2.0**-30, 64.0
 _FIRST = int(np.float32(_LEAST).view(np.int32)) >> _SHIFT
 _LAST = (int(np.float32(_MOST).view(np.int32)) >> _SHIFT) - 1
@@ -152,7 +151,7 @@ def _weighted(light: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
 
 
 def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: int) -> int:
-    """Return the number of a clip's matrix. If the clip names none, return the number that players assume."""
+    """Return the number of a clip's matrix or, if unspecified, the number that players assume."""
     if matrix != UNSPECIFIED:
         return matrix
     if transfer in (PQ, HLG) or primaries == 9:
@@ -162,7 +161,7 @@ def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: in
 
 @cache
 def of_clip(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a clip's signals; None for SDR without a wide gamut."""
+    """Return the conversion for a clip's signals; None for SDR without a wide gamut."""
     if not kind_of_colours(primaries, transfer):
         return None
     known = primaries if primaries in _PRIMARIES else 9
@@ -173,8 +172,8 @@ def of_clip(primaries: int, transfer: int) -> Conversion | None:
 
 @cache
 def of_picture(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a picture's signals; None for sRGB, BT.709 and unknown codes. primaries, transfer: codes
-    in PNG's cICP or AVIF's nclx."""
+    """Return the conversion for a picture's signals; None for sRGB, BT.709 and unknown codes. primaries, transfer:
+    codes in PNG's cICP or AVIF's nclx."""
     if transfer in (PQ, HLG):
         return _of_hdr(primaries if primaries in _PRIMARIES else 9, transfer, encode_srgb)
     if primaries not in _WIDE and transfer not in _GAMMAS:
@@ -186,8 +185,8 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
 
 @lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
-    """Return the conversion of a picture with signals light ** ``gamma``; None means sRGB's curve. chromaticities: see
-    :func:`to_bt709`; None means sRGB's."""
+    """Return the conversion for a picture with signal = light ** ``gamma``; None means sRGB's curve. chromaticities:
+    see :func:`to_bt709`; None means sRGB's."""
     matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
     return Conversion(decode_srgb if gamma is None else lambda x: x ** (1 / gamma), matrix, encode_srgb)
 
@@ -219,14 +218,14 @@ def encode_srgb(light: np.ndarray) -> np.ndarray:
 
 
 def compress(light: np.ndarray) -> np.ndarray:
-    """Compress light in units of white, up to 10,000 nits, to [0, 1] by the formula in the module's docstring."""
+    """Compress light in units of white to [0, 1], with 10,000 nits as 1. See the module's docstring."""
     most = (_MOST_NITS / WHITE_NITS - KNEE) / (1 - KNEE)
     above = np.maximum(light - KNEE, 0) / (1 - KNEE)
     return np.minimum(light, KNEE) + (1 - KNEE) * above * (1 + above / most**2) / (1 + above)
 
 
 def to_bt709(chromaticities: Chromaticities) -> np.ndarray:
-    """Return the (3, 3) matrix from light in these primaries to light in BT.709's, with Bradford adaptation of white.
+    """Return the (3, 3) matrix from light in these primaries to light in BT.709's, with Bradford's adaptation of white.
 
     chromaticities: (x, y) of red, green, blue and white. Raises ValueError for degenerate primaries."""
     try:
@@ -251,7 +250,7 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
 
 
 MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; a printer's may have three million
-_CODES = "cicp"  # key of a picture's (primaries, transfer) in Image.info
+_CODES = "cicp"  # key of (primaries, transfer) in Image.info
 _CHUNKS, _BOXES = 1000, 1000  # maximum PNG chunks, and AVIF boxes per box, to search for the codes
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
 
@@ -259,7 +258,7 @@ Convert = Callable[[Image.Image], Image.Image]
 
 
 def note_codes(image: Image.Image, file: BinaryIO) -> None:
-    """Store the colour codes of a PNG or AVIF in ``image.info``, because Pillow ignores them. file: the opened file."""
+    """Store the colour codes in a PNG or AVIF as ``image.info``, because Pillow ignores them. file: the opened file."""
     find = {"PNG": _png_codes, "AVIF": _avif_codes}.get(image.format or "")
     if find is None:
         return
@@ -270,14 +269,15 @@ def note_codes(image: Image.Image, file: BinaryIO) -> None:
 
 
 def kind_of_picture(image: Image.Image) -> str:
-    """Return "HDR (PQ)" or "HDR (HLG)" by the codes of :func:`note_codes`; "" if the picture is not HDR."""
+    """Return "HDR (PQ)" or "HDR (HLG)" by the codes from :func:`note_codes`; "" if the picture is not HDR."""
     kind = kind_of_colours(*image.info.get(_CODES, (1, 1)))
     return kind if kind.startswith("HDR") and _codes_count(image) else ""
 
 
 def conversion_of(image: Image.Image) -> tuple[str, Convert] | None:
-    """Return (mode, function) to convert a picture's colours to sRGB; None if none is needed or possible. The function
-    takes a picture in ``mode`` ("RGB", "L" or "CMYK", 8 bits per channel) and returns one in "RGB". As in browsers, an
+    """Return (mode, function) to convert a picture's colours to sRGB; None if none is needed or possible.
+
+    The function converts a picture in ``mode`` ("RGB", "L" or "CMYK", 8 bits per channel) to "RGB". As in browsers, an
     ICC profile is ignored if it is damaged, larger than ``MAX_PROFILE`` or for other channels."""
     info = image.info
     if _codes_count(image):
@@ -301,7 +301,7 @@ def _by(convert: Conversion) -> Convert:
 def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
     if len(profile) < 128 or len(profile) > MAX_PROFILE:
         return None
-    # Bytes 16 to 19 of a profile name its colour space.
+    # Bytes 16 to 19 of a profile are its colour space.
     grey = mode in ("1", "L", "LA", "La") or mode.startswith(("I", "F"))
     wanted = {b"GRAY": "L" if grey else "", b"CMYK": "CMYK" if mode == "CMYK" else ""}.get(profile[16:20], "")
     if profile[16:20] == b"RGB " and mode not in ("CMYK", "LAB"):
@@ -312,12 +312,13 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 
 @lru_cache(maxsize=16)
 def transform_of(profile: bytes, mode: str) -> Convert | None:
-    """Return the function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent.
-    Return None for a damaged profile. Also return None if no colour of "RGB" or "L" changes by more than one level of
-    255: versions of the sRGB profile differ as much."""
+    """Return a function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent.
+
+    Return None for a damaged profile. Also return None if no "RGB" or "L" colour changes by more than one level of 255,
+    because variants of sRGB's own profile differ as much."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        # By default LittleCMS uses a coarse table for "L". Dark greys in linear light would be off by 9 levels.
+        # Without this flag, LittleCMS uses a coarse table for "L", and dark greys in linear light are off by 9 levels.
         flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
         made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
         if mode == "CMYK":
@@ -342,7 +343,7 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """Return ("RGB", function) for PNG's gAMA and cHRM; None if both are sRGB's or invalid. By libpng's bounds, a gamma
+    """Return ("RGB", function) for PNG's gAMA and cHRM; None if both are sRGB's or invalid. As in libpng, a gamma
     within 5 % and chromaticities within 0.001 count as sRGB's."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
         gamma = None
@@ -366,7 +367,7 @@ def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
 
 
 def _png_codes(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (primaries, transfer) in a PNG's cICP chunk; None without this chunk."""
+    """Return (primaries, transfer) in a PNG's cICP chunk; None if there is none."""
     at = 8
     for _ in range(_CHUNKS):
         file.seek(at)
@@ -381,7 +382,7 @@ def _png_codes(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _avif_codes(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (primaries, transfer) in an AVIF's first colour box of type nclx; None without one."""
+    """Return (primaries, transfer) in an AVIF's first colour box of type nclx; None if there is none."""
     file.seek(0)
     data = file.read(1 << 16)
     for meta in _inside(data, b"meta", 0, len(data)):
@@ -399,7 +400,7 @@ def _inside(data: bytes, wanted: bytes, at: int, last: int) -> Iterator[tuple[in
         if at + 8 > last:
             return
         length, kind = struct.unpack_from(">I4s", data, at)
-        # 1 stands for a 64-bit length that follows, 0 for a box that ends with the file. Neither is supported.
+        # 1 means that a 64-bit length follows, 0 that the box extends to the end. Neither is supported.
         if length < 8:
             return
         if kind == wanted:

@@ -1,8 +1,7 @@
 """Read headers of clips: check tables before FFmpeg uses them, find hidden borders, and count frames of animations.
 
-FFmpeg allocates at least 24 bytes for every sample in an MP4's tables. A damaged file of 2 KB can declare so many
-samples that FFmpeg allocates gigabytes and the process ends. MP4 boxes are named as in ISO/IEC 14496-12, and H.264
-fields as in ITU-T H.264, 7.3."""
+FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare, so that a damaged file of 2 KB can
+exhaust memory. MP4 boxes are named as in ISO/IEC 14496-12, and H.264 fields as in ITU-T H.264, 7.3."""
 
 import os
 import struct
@@ -19,24 +18,24 @@ from opendit.data.files import problem
 
 MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
 MAX_TABLES = 2**28  # maximum bytes of a file's tables; a 19-hour file needs a fifth
-# Maximum boxes at a file's top level, and inside a top-level box. A fragmented file has two top-level boxes for every
+# Maximum boxes at a file's top level, and inside a top-level box. A fragmented file has two top-level boxes for each
 # few seconds.
 MAX_BOXES = 100_000
-_MOST_PARTS = 8  # maximum ranges that ``table_parts`` reads
+_MOST_PARTS = 8  # maximum ranges to read in ``table_parts``
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
-# Bytes per entry, for tables that begin with a version, flags and the number of entries.
+# Bytes per entry, for tables that begin with a version, flags and the entry count.
 _ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 _VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its child boxes
-_SLICES, _SLICE_OF_IDR = (1, 2, 3, 4), 5  # H.264's kinds of NAL units
+_SLICES, _SLICE_OF_IDR = (1, 2, 3, 4), 5  # types of NAL units in H.264
 _INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
 
 
 def problem_of_tables(path: str) -> str | None:
     """Return why an MP4 must not be decoded: invalid or too large tables, or colours that can't be converted. Return
-    None if the MP4 can be decoded, and for other files. Raises OSError."""
+    None for a good MP4, and for other files. Raises OSError."""
     read, samples, frames = 0, 0, 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -49,7 +48,7 @@ def problem_of_tables(path: str) -> str | None:
                     return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
                 file.seek(begin)
                 more, shown = _count(file.read(length))
-                # Every fragment declares only its samples, so add the numbers.
+                # Every fragment declares only its own samples, so add the numbers.
                 samples, frames = samples + more, frames + shown
                 if samples > size:
                     return f"declares {samples:,} samples, more than its {size:,} bytes"
@@ -72,8 +71,8 @@ def read_movie(file: BinaryIO) -> bytes:
 
 
 class _Parts:
-    """File-like object that collects the bytes read, as (offset, bytes) in ``parts``. read: see :func:`table_parts`.
-    size: bytes of the file. least: minimum bytes per call of ``read``."""
+    """File-like object that collects the bytes read, as (offset, bytes) in ``parts``. least: minimum bytes per call of
+    ``read``. read, size: see :func:`table_parts`."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
         self.parts: list[tuple[int, bytes]] = []
@@ -94,10 +93,10 @@ class _Parts:
 
 
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
-    """Return the parts of an MP4 that describe its frames, as (offset, bytes). The first ``least`` bytes are included.
-    Return None if the file must be read completely: it is not a valid MP4, is fragmented, or is mostly tables.
+    """Return the parts of an MP4 that locate its frames, as (offset, bytes), including the first ``least`` bytes.
+    Return None if the file must be read completely, because it is no valid MP4, is fragmented, or is mostly tables.
 
-    read: (at, count) -> ``count`` bytes from offset ``at``. size: bytes of the file."""
+    read: function (offset, count) -> bytes. size: the file's bytes."""
     file = _Parts(read, size, least)
     try:
         for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
@@ -108,7 +107,7 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
                 tables = file.read(length)
                 fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
                 return None if fragmented or len(tables) < length else file.parts
-    except ValueError:  # an invalid file; the decoder will report the error
+    except ValueError:  # an invalid file, which the decoder will report
         pass
     return None
 
@@ -140,7 +139,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int]:
-    """Return the largest sample count among the tables of a moov or moof box, and among its video tables. Raises
+    """Return the largest sample count in the tables of a moov or moof box, and the largest in video tables. Raises
     ValueError for colours that can't be converted, and for a table that declares more entries than it holds."""
     most, video, left = 0, 0, MAX_BOXES
     todo = [(0, len(data), False)]
@@ -148,7 +147,7 @@ def _count(data: bytes) -> tuple[int, int]:
         first, last, is_video = todo.pop()
         boxes = _boxes(data, first, last, left)
         left -= len(boxes)
-        # The handler box says whether a track is video. It is a sibling of the box with the track's tables.
+        # The handler box tells if a track is video. It is a sibling of the box with the track's tables.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
         for kind, begin, end in boxes:
@@ -167,7 +166,7 @@ def _count(data: bytes) -> tuple[int, int]:
 
 
 def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES) -> list[tuple[bytes, int, int]]:
-    """Return (kind, offset of the contents, end of the contents) for each box in data[at:last]. Raises ValueError for
+    """Return (kind, begin of the contents, end of the contents) for each box in data[at:last]. Raises ValueError for
     more than ``most`` boxes."""
     found, last = [], len(data) if last is None else last
     while at + 8 <= last:
@@ -187,11 +186,11 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError if the table declares
-    more entries than it holds, because FFmpeg would read beyond the table."""
+    """Return the sample count that a table in data[begin:end] declares. Raises ValueError if the table declares more
+    entries than it holds, because FFmpeg would read beyond the table."""
     size = end - begin
     _check(kind, 8, size)
-    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of all samples, or 0
+    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of each sample, or 0
     if kind in _ENTRY:
         _check(kind, number * _ENTRY[kind], size - 8)
         if kind not in (b"stts", b"ctts"):
@@ -200,7 +199,7 @@ def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
         return int(runs.sum(dtype=np.uint64))
     if kind == b"trun":
         flags = _NUMBER.unpack_from(data, begin)[0]
-        # Bits 8 to 11 tell whether a sample has a duration, a size, flags and an offset.
+        # Bits 8 to 11 tell if a sample has a duration, a size, flags and an offset.
         fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))
         _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
         return number
@@ -219,7 +218,7 @@ def _check(kind: bytes, needed: int, room: int) -> None:
 
 
 def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
-    """Return each video track's crop from its ``clap`` box; None for a track without a valid box."""
+    """Return each video track's crop in its ``clap`` box; None for a track without a valid box."""
     return [_clean_aperture(*_entry(tables)) for tables in _video_tracks(moov)]
 
 
@@ -254,7 +253,7 @@ def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
 
 
 def dolby_profile(entry: bytes) -> int | None:
-    """Return the profile of a sample entry that only Dolby Vision can show; None for other entries."""
+    """Return the Dolby Vision profile of a sample entry that other players can't show; None for other entries."""
     parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
     return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
@@ -267,9 +266,9 @@ def _entry(tables: dict[bytes, bytes]) -> tuple[bytes, dict[bytes, bytes]]:
 
 
 def begins_anew(sample: bytes, length: int) -> bool:
-    """Return True if an H.264 frame refers to no other frame, judged by its first slice. sample: bytes of the frame.
-    length: bytes of the size field before each NAL unit; 0 if start codes separate the units. Raises ValueError if the
-    slice's header is cut off."""
+    """Return True if an H.264 frame refers to no other frame, by its first slice. sample: the frame's bytes. length:
+    bytes of the size before each NAL unit; 0 for start codes instead. Raises ValueError if the slice's header is
+    incomplete."""
     for unit in _units(sample, length):
         kind = unit[0] & 31
         if kind == _SLICE_OF_IDR:
@@ -280,7 +279,8 @@ def begins_anew(sample: bytes, length: int) -> bool:
 
 
 def _slice_type(header: bytes) -> int:
-    """Return the slice type: the second Exp-Golomb number of a header. Raises ValueError if the header is cut off."""
+    """Return the slice type, which is a header's second Exp-Golomb number. Raises ValueError if the header is
+    incomplete."""
     bits, at, number = "".join(f"{byte:08b}" for byte in header), 0, 0
     for _ in range(2):
         end = bits.index("1", at)
@@ -301,10 +301,10 @@ def _units(sample: bytes, length: int) -> Iterator[bytes]:
         at = end
 
 
-# Suffixes of files that may be either still pictures or animations.
+# Suffixes of files that may be still pictures or animations.
 SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
-_HEAD_BYTES = 64  # number of first bytes that identify a format
-_MOST_CHUNKS = 1 << 22  # maximum number of chunks or blocks read from a file
+_HEAD_BYTES = 64  # bytes at the start that identify a format
+_MOST_CHUNKS = 1 << 22  # maximum chunks or blocks to read from a file
 
 
 def has_animation_format(path: str) -> bool:
@@ -314,7 +314,7 @@ def has_animation_format(path: str) -> bool:
 
 
 def is_animation(path: str | Path) -> bool:
-    """Return True if a file is an animation with more than one frame; False also if it can't be read."""
+    """Return True if a file is an animation with more than one frame, False also if it can't be read."""
     try:
         if problem(path) is not None:
             return False
@@ -325,7 +325,7 @@ def is_animation(path: str | Path) -> bool:
 
 
 def is_animated(file: BinaryIO) -> bool:
-    """Return True if an open file is an animation with more than one frame; False also if it is damaged."""
+    """Return True if an open file is an animation with more than one frame, False also if it is damaged."""
     try:
         return count_frames(file, 2) > 1
     except Exception:  # Pillow raises errors of nearly any type
@@ -346,8 +346,7 @@ def _format(head: bytes) -> str | None:
 
 @contextmanager
 def _from_start(file: BinaryIO) -> Iterator[str | None]:
-    """Yield a file's format, at the file's start; None for a format without animations. Restore the position
-    afterwards."""
+    """Yield a file's format, with the file at its start; None for a format without animations. Restore the position."""
     at = file.tell()
     file.seek(0)
     kind = _format(file.read(_HEAD_BYTES))
@@ -359,8 +358,8 @@ def _from_start(file: BinaryIO) -> Iterator[str | None]:
 
 
 def count_frames(file: BinaryIO, most: int) -> int:
-    """Return the number of frames in a file; 0 for a still PNG or WebP, and for formats without animations. most: count
-    at most this many frames of a GIF, PNG or WebP."""
+    """Return the number of frames in a file; 0 for a still PNG or WebP, and for formats without animations. most: limit
+    for a GIF, PNG or WebP."""
     with _from_start(file) as kind:
         if kind in _WALKS:
             return sum(1 for _, _ in zip(_WALKS[kind](file), range(most), strict=False))
@@ -371,13 +370,13 @@ def count_frames(file: BinaryIO, most: int) -> int:
 
 
 def durations_of(file: BinaryIO) -> list[float] | None:
-    """Return the seconds for which a GIF, PNG or WebP shows each frame; None for other formats."""
+    """Return each frame's display time in a GIF, PNG or WebP, in seconds; None for other formats."""
     with _from_start(file) as kind:
         return list(_WALKS[kind](file)) if kind in _WALKS else None
 
 
 def _gif(file: BinaryIO) -> Iterator[float]:
-    """Yield the seconds for which a GIF shows each image. The block before an image has them, in 1/100 s."""
+    """Yield each image's display time in a GIF, in seconds. The block before an image has the time in 1/100 s."""
     head = file.read(13)
     file.seek(3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0, os.SEEK_CUR)
     delay = 0
@@ -410,7 +409,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _png(file: BinaryIO) -> Iterator[float]:
-    """Yield the seconds for which an APNG shows each frame, from the fcTL chunks; nothing for a still PNG."""
+    """Yield each frame's display time in an APNG, in seconds, from the fcTL chunks; nothing for a still PNG."""
     file.seek(8)
     left, animated = 0, False
     for _ in range(_MOST_CHUNKS):
@@ -431,7 +430,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
 
 
 def _webp(file: BinaryIO) -> Iterator[float]:
-    """Yield the seconds for which a WebP shows each frame, from the ANMF chunks; nothing for a still WebP."""
+    """Yield each frame's display time in a WebP, in seconds, from the ANMF chunks; nothing for a still WebP."""
     file.seek(12)
     for _ in range(_MOST_CHUNKS):
         head = file.read(8)
@@ -447,16 +446,16 @@ def _webp(file: BinaryIO) -> Iterator[float]:
 
 
 _WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
-Crop = tuple[int, int, int, int]  # columns cut off at left and right, rows cut off at top and bottom
-_READ = 1 << 16  # bytes read from the start of a Matroska file
+Crop = tuple[int, int, int, int]  # columns to cut off at left and right, rows at top and bottom
+_READ = 1 << 16  # bytes to read from the start of a Matroska file
 _SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
-_CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the order of Crop
+_CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # elements' identifiers in the order of Crop
 
 
 def container_crop(name: str, container: str, number: int) -> Crop:
-    """Return the borders that players hide and FFmpeg does not cut off; zeros if there are none.
+    """Return borders that players hide but FFmpeg does not cut off; zeros if there are none.
 
-    MP4 names them by a clean aperture, Matroska by crop fields. container: FFmpeg's name of the container. number:
+    They are a clean aperture in MP4, and crop fields in Matroska. container: FFmpeg's name of the container. number:
     number of the video stream."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
@@ -488,7 +487,7 @@ def _matroska_crops(file: BinaryIO) -> list[Crop | None]:
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (identifier, contents) of EBML elements. The last one may be cut off at the end of ``data``."""
+    """Yield (identifier, contents) for EBML elements. The last element may be incomplete."""
     at = 0
     while at < len(data):
         length = 9 - data[at].bit_length()
@@ -498,7 +497,7 @@ def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
         length = 9 - data[at].bit_length()
         size = int.from_bytes(data[at : at + length], "big") & ((1 << 7 * length) - 1)
         at += length
-        if size == (1 << 7 * length) - 1:  # unknown size: the element lasts to the end
+        if size == (1 << 7 * length) - 1:  # unknown size: the element extends to the end
             size = len(data) - at
         yield identifier, data[at : at + size]
         at += size

@@ -1,6 +1,6 @@
-"""The built-in data: 1,797 handwritten digits of 8x8 pixels from scikit-learn. They need no download.
+"""The built-in data: 1,797 handwritten digits of 8x8 pixels from scikit-learn, without a download.
 
-``make_demo`` writes H.264 clips with captions. In each, a digit moves in one of four directions."""
+``make_demo`` writes captioned H.264 clips in which a digit moves in one of four directions."""
 
 import json
 from functools import cache
@@ -26,12 +26,12 @@ SPLITS = ("train", "test")
 
 @cache
 def _load() -> tuple[Tensor, Tensor, Tensor]:
-    """Return pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and True for rows of the split "test" (1797,)."""
+    """Return pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and a mask (1797,) of the split "test"."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
     images = torch.from_numpy(data.images).float().div(8).sub(1)[:, None]  # data.images has values 0 to 16
-    # RandomState's numbers are frozen by numpy's policy, so the split never changes.
+    # numpy never changes RandomState's numbers, so the split never changes.
     random, test = np.random.RandomState(0), np.zeros(len(data.target), dtype=bool)
     for digit in range(10):
         rows = random.permutation(np.flatnonzero(data.target == digit))
@@ -51,7 +51,7 @@ def digits_split(split: str) -> tuple[Tensor, Tensor]:
 
 
 class DigitsDataset(MediaDataset):
-    """The digits as (1, image_size, image_size). By default none is mirrored: most mirrored digits aren't digits."""
+    """The digits as (1, image_size, image_size). By default none is mirrored, as most mirrored digits aren't digits."""
 
     def __init__(self, image_size: int, *, seed: int = 0, random_flip: bool | None = None, split: str = "train"):
         self.images, self.labels = digits_split(split)
@@ -106,7 +106,7 @@ def name_digit(digit: int) -> str:
 
 
 def all_captions(moving: bool) -> list[str]:
-    """Return the captions of the ten digits or, if ``moving``, of their clips in all four directions."""
+    """Return the captions of the ten digits or, if ``moving``, of the clips in all four directions."""
     if not moving:
         return [name_digit(digit) for digit in range(10)]
     return [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]
@@ -125,7 +125,7 @@ def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed
     """Return a clip (frames, size, size, 3) uint8 of a digit that crosses a black frame at constant speed.
 
     image: (8, 8) in [-1, 1]. The digit is 5/8 as wide as the frame, always in view, and at fractional positions.
-    jitter_seed: seed of the digit's random offset across the motion, at most an eighth of the frame. Raises ValueError
+    jitter_seed: seed for the digit's random offset across the motion, at most an eighth of the frame. Raises ValueError
     for another image shape, an unknown direction, no frames or too small a frame."""
     if image.shape != (8, 8) or direction not in DIRECTIONS or frames < 1 or size < 8:
         raise ValueError(
@@ -134,7 +134,7 @@ def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed
         )
     side = size * 5 // 8
     digit = F.interpolate(image[None, None].float(), (side, side), mode="bicubic", antialias=True).clamp(-1, 1)
-    digit = (digit + 1) / 2  # black is 0, because grid_sample pads with 0 outside of the digit
+    digit = (digit + 1) / 2  # 0 is black, because grid_sample pads with 0
     middle = (size - side) / 2
     offset = np.random.default_rng(jitter_seed).uniform(-1, 1) * size / 8
     way = torch.linspace(-1, 1, frames) if frames > 1 else torch.zeros(1)
@@ -142,7 +142,7 @@ def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed
         [middle + (way * middle * step if step else torch.full_like(way, offset)) for step in DIRECTIONS[direction]],
         dim=1,
     )
-    # Positions of the frame's pixels in the digit's coordinates, where -1 and 1 are the digit's outer edges.
+    # The frame's pixels in the digit's coordinates, where -1 and 1 are the digit's outer edges.
     x, y = (((torch.arange(size) + 0.5 - corner[:, i, None]) * 2 / side - 1) for i in (0, 1))  # (T, size) each
     grid = torch.stack([x[:, None].expand(-1, size, -1), y[:, :, None].expand(-1, -1, size)], dim=-1)
     drawn = F.grid_sample(digit.expand(frames, -1, -1, -1), grid, align_corners=False)[:, 0]
@@ -161,8 +161,8 @@ def make_demo(
     """Write folder/clips/*.mp4 and folder/demo.csv, and return the CSV's path. Existing clips are not written again.
 
     clips, frames: number of clips, and of frames per clip. size: height and width. The clips cycle through the 40 pairs
-    of digit and direction. (seed, i) determines the picture and the offset of clip i. Raises ValueError if the folder
-    has a demo with other settings."""
+    of digit and direction. (seed, i) determines the picture and offset in clip i. Raises ValueError if the folder has a
+    demo with other settings."""
     folder = Path(folder)
     settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
     known = folder / SETTINGS

@@ -1,8 +1,8 @@
 """Read folders made by ``energon prepare``, without the package megatron-energon.
 
 ``.nv-meta/`` names the tars, the splits and the samples' fields. Every tar needs an index for these fields.
-``preprocess.py index`` writes the index beside the tar; otherwise it is made once, in a cache folder on the local disk.
-In a cooked data set, the user's code makes each sample from members of a tar.
+``preprocess.py index`` writes the index next to the tar. Otherwise it is written once, to a cache folder on the local
+disk. In a cooked data set, the user's code makes each sample from a tar's members.
 """
 
 import importlib
@@ -48,19 +48,19 @@ from opendit.data.shards.store import FOLDER, FileCache, expand
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
 MOST_BYTES = 64 * MIB  # maximum bytes of a file that lists tars or splits
-MOST_OPTIONS = 64  # maximum alternatives for a field in field_map, and steps in one like json[a][0]
+MOST_OPTIONS = 64  # maximum alternatives for a field in field_map, and steps in one, such as json[a][0]
 COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
 _OF_FIELDS = {"image": "medium", "video": "medium", "caption": "caption", "label": "label"}
-# Keys of dataset.yaml for decoding and shuffling. They are ignored, because OpenDiT does both differently.
+# Keys of dataset.yaml for decoding and shuffling, which OpenDiT does differently.
 _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
 ).split()
 _KNOWN = [*"__module__ __class__ sample_type field_map sample_loader part_filter subflavors".split(), *_IGNORED]
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
-SMALL = 64 << 20  # smaller tars (in total bytes) are indexed by one process, because starting more takes longer
+SMALL = 64 << 20  # if the tars have fewer bytes in total, one process indexes them, because starting more takes longer
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def read_prepared(
     split_config: str | None = None,
     cooked: bool = False,
 ) -> PreparedSet:
-    """Read the first of ``splits`` that the folder has; None means every tar. dataset_config, split_config: names of
+    """Read the first of ``splits`` that the folder has; None means all tars. dataset_config, split_config: names of
     files in ``.nv-meta``. cooked: True if the user's code reads the samples. Raises ValueError or FileNotFoundError,
     beginning with ``shown``."""
     meta = folder / META
@@ -123,7 +123,7 @@ def _counts(meta: Path, shown: str) -> dict[str, int]:
 def _split(
     meta: Path, shown: str, splits: Sequence[str], config: str | None, counts: dict[str, int]
 ) -> tuple[list[str], frozenset[tuple[str, str]]]:
-    """Return the tars of the first split that exists, in order, and (tar, key) of each excluded sample."""
+    """Return (tars of the first split that exists, in order; (tar, key) of each excluded sample)."""
     path = meta / (config or "split.yaml")
     if config is None and not path.exists():
         path = meta / "split.json"
@@ -165,7 +165,7 @@ def _split(
 
 
 class NoSuchSplit(ValueError):
-    """Raised if a folder or a metadataset has none of the requested splits."""
+    """Raised if a folder or a metadataset has no requested split."""
 
 
 def _are_names(value: Any) -> bool:
@@ -250,9 +250,9 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open the index of every tar, in order. One rank per machine makes missing indexes, while others wait. Raises
-    ValueError, beginning with ``shown``, if a tar is missing or damaged, its sample count differs from Energon's, or
-    the cache folder can't be written to."""
+    """Open every tar's index, in order. One rank per machine writes missing indexes, while the others wait. Raises
+    ValueError, beginning with ``shown``, if a tar is missing or damaged, if Energon counted other samples, or if the
+    cache folder can't be written to."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:
@@ -284,7 +284,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
 
 
 def check_count(tar: Path, index: TarIndex, count: int, shown: str) -> None:
-    """Raise ValueError if a tar does not have ``count`` samples, the number that Energon counted."""
+    """Raise ValueError unless a tar has ``count`` samples, the number that Energon counted."""
     if (found := index.header.rows + index.header.left_out) != count:
         raise ValueError(
             f"{shown}: {printable(tar)} has {found:,} samples, and {count:,} when Energon prepared it; prepare it again"
@@ -321,7 +321,7 @@ def _make_one(job: tuple[Path, Path], *, fields: Fields, plan: str) -> None:
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
-TRIED = 100  # samples tried when the data set is opened, to find the first readable one
+TRIED = 100  # samples to try for a first readable one when the data set is opened
 
 Cooker = Callable[[dict[str, Any]], Any]
 
@@ -343,7 +343,7 @@ def load_cooker(name: str) -> Cooker:
 
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
-    """Return (a sample's key, its members: extension -> bytes). content: the sample's bytes in the tar."""
+    """Return (key, members by extension) of a sample. content: the sample's bytes in the tar."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
@@ -354,7 +354,7 @@ def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
 
 
 def decoded(ending: str, content: bytes) -> Any:
-    """Decode JSON, texts, and the integers of classes, indices and ids. Other members stay bytes."""
+    """Decode JSON, texts, and integers for classes, indices and ids. Other members stay bytes."""
     suffix = suffix_of(ending)
     if suffix in (".json", ".jsn"):
         return json.loads(content)
@@ -364,21 +364,20 @@ def decoded(ending: str, content: bytes) -> Any:
 
 
 class CookedDataset(ShardDataset):
-    """Data set in which the user's function ``cooker`` makes the samples.
+    """Data set with samples from the user's function ``cooker``.
 
     The function gets a dictionary with the sample's members by extension (see ``decoded``), ``__key__`` and
     ``__subflavors__``. It returns a mapping or an object with
 
     - ``image``: the bytes of a picture's file, or a PIL image; or ``video``: the bytes of a clip's file;
-    - ``caption``: a string; or ``label``: the number of a class, if the folder has a class_names.json. Without both,
-      all samples have the only class "0".
+    - ``caption``: a string; or ``label``: a class number, if the folder has a class_names.json. Without both, all
+      samples have the class "0".
 
-    All samples must have the same fields as the first readable sample. A sample counts as unreadable if the function
-    raises an error or returns None or an invalid result. name: the function's name, for messages and the data set's
-    identity."""
+    All samples must have the same fields as the first readable sample. A sample is unreadable if the function raises an
+    error, or returns None or an invalid result. name: the function's name, for messages and the data set's identity."""
 
     size_threads = 1  # the user's function may not be thread-safe
-    counted_captions = 100  # few, because a caption requires reading all of a sample
+    counted_captions = 100  # few, because a caption requires reading the whole sample
 
     def __init__(
         self,
@@ -420,7 +419,7 @@ class CookedDataset(ShardDataset):
 
     def _cook(self, row: int) -> dict[str, Any]:
         """Return the cooker's result: image or video, and caption or label if any. Raises BadSample."""
-        if self._cooked[0] == row:  # reading a picture and its caption needs the result twice
+        if self._cooked[0] == row:  # a picture and its caption are read separately
             return self._cooked[1]
         content = self.read_medium(row)
         try:
@@ -503,7 +502,8 @@ class CookedDataset(ShardDataset):
 
 
 def _problem(found: dict[str, Any], classes: int) -> str:
-    """Return what is wrong with a cooker's result, or "" if valid. classes: number of classes; 0 allows any label."""
+    """Return the error in a cooker's result, or "" if the result is valid. classes: number of classes; 0 allows any
+    label."""
     image, video, caption, label = (found.get(name) for name in ("image", "video", "caption", "label"))
     if (image is None) == (video is None):
         return "no picture and no clip" if image is None else "a picture and a clip"

@@ -27,16 +27,16 @@ from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
 from opendit.data.sources import NoSplit, Request
 
-# maximum folders, and maximum files in a chain of references
+# Maximum folders, and maximum files in a chain of references.
 MOST_FOLDERS, MOST_FILES = 1_000, 16
-LONGEST = 4096  # maximum number of characters of a path or name
+LONGEST = 4096  # maximum characters in a path or name
 
 ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # meanings of ``Leaf.share``; ALONE: a single folder
 
 _REFERENCE = ("path", "split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config")
 _HINTS: dict[str, str] = dict.fromkeys(
     ("cooker", "joiner"), f"; samples are read by {COOKER}"
-)  # unknown key -> end of the message about it
+)  # unknown key -> end of the error message
 _FIRST = (*_REFERENCE, "subflavor", "weight")
 _SECOND = (*_REFERENCE, "subset", "aux")
 _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPETITIONS)}
@@ -44,7 +44,7 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """Selection from a split: the fractions ``start`` to ``end`` of the samples from ``first`` to before ``last``.
+    """A selection from a split: samples ``first`` to before ``last``, and of these the fractions ``start`` to ``end``.
     Sample numbers are rounded down, as in Energon."""
 
     start: float = 0.0
@@ -53,14 +53,14 @@ class Subset:
     last: int | None = None  # None: the end of the split
 
     def within(self, outer: "Subset | None") -> "Subset":
-        """Return this subset restricted by ``outer``. ``outer`` must select by fractions only."""
+        """Return this subset, restricted by ``outer``, which must select by fractions only."""
         if outer is None:
             return self
         length = self.end - self.start
         return replace(self, start=self.start + outer.start * length, end=self.start + outer.end * length)
 
     def of(self, samples: int) -> tuple[int, int]:
-        """Return the selected samples [first, last) out of ``samples`` samples. Raises ValueError."""
+        """Return (first, last) of the selected samples among ``samples``; ``last`` is excluded. Raises ValueError."""
         last = samples if self.last is None else self.last
         if not self.first <= last <= samples:
             raise ValueError(f"subset: range [{self.first}, {last}] of {samples:,} samples")
@@ -70,7 +70,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A split of a prepared folder, as named by a metadataset."""
+    """A metadataset's reference to a split of a prepared folder."""
 
     folder: Path
     split: str  # "" means ``Request.split``
@@ -82,14 +82,14 @@ class Leaf:
 
 
 def is_metadataset(content: Any) -> bool:
-    """Return True if a YAML file's content is an Energon metadataset, and not a blend of OpenDiT."""
+    """Return True if a YAML file's content is an Energon metadataset, and not one of OpenDiT's blends."""
     if not isinstance(content, dict) or "sources" in content:
         return False
     return "splits" in content or str(content.get("__module__", "")).startswith("megatron.energon")
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """Read the first of ``splits`` that a metadataset has. Return (what ``Leaf.share`` means, leaves). Raises OSError,
+    """Read the first of ``splits`` that a metadataset has. Return (meaning of ``Leaf.share``, leaves). Raises OSError,
     or ValueError beginning with ``shown`` (NoSuchSplit if no split exists)."""
     return _Reader(shown).file(path, splits)
 
@@ -107,8 +107,7 @@ class _Reader:
         inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
-        """Return (meaning of ``Leaf.share``, leaves) of a file. above, inherited, subset: from the files above, see
-        ``_At``."""
+        """Return (meaning of ``Leaf.share``, leaves) of a file. above, inherited, subset: see ``_At``."""
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -212,7 +211,7 @@ class _Reader:
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
     def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
-        """Return a node's subset, restricted by ``outer``. A node without a subset selects everything."""
+        """Return a node's subset, restricted by ``outer``. A node without a subset selects all samples."""
         content = node.get("subset")
         if content is None:
             return outer
@@ -245,13 +244,13 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _At:
-    """Context of the entries of a file."""
+    """Context for the entries of a file."""
 
     folder: Path
     split: str
-    above: tuple[Path, ...]  # the files above, top file first, and this file
+    above: tuple[Path, ...]  # this file and the files that lead to it, top file first
     subflavors: dict[str, Any]  # set by the files above
-    subset: Subset | None  # the subset that the files above select
+    subset: Subset | None  # selected by the files above
 
 
 _SPLITS = {"train": ("train",), "test": ("val", "test")}  # ``Request.split`` -> Energon's names, best first
@@ -280,7 +279,7 @@ def open_source(asked: Request) -> MediaDataset | None:
 
 
 def _names(leaves: list[Leaf], above: Path) -> list[str]:
-    """Return a unique name for each leaf, for the log. above: the metadataset's file."""
+    """Return a unique name for each leaf, for the log. above: path of the metadataset."""
     names: dict[str, None] = {}
     last: dict[str, int] = {}
     for leaf in leaves:
@@ -326,8 +325,8 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the leaf's tars, each with the rows to use. Leave out tars without such rows. The leaf's subset also
-    counts samples that an index or ``exclude`` leaves out."""
+    """Return the leaf's tars with the rows to use. Tars without such rows are left out. The leaf's subset also counts
+    samples that an index or ``exclude`` leaves out."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:
@@ -351,8 +350,8 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
-    """Return the index rows of a tar's samples [first, last), except samples with a key in ``keys``; None means all
-    rows. first, last: also count the samples that the index leaves out."""
+    """Return the index rows of samples from ``first`` to before ``last``, without samples with a key in ``keys``. None
+    means all rows. first, last: sample numbers in the tar, including samples that the index leaves out."""
     count = index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
         return None

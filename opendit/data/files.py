@@ -25,8 +25,8 @@ from opendit.common.utils import printable as printable
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
-TIME_LIMIT = 30.0  # seconds until a read of a picture or clip is abandoned
-MOST_OPEN = 256  # maximum files that ``read_at`` keeps open; many systems allow a process 1,024
+TIME_LIMIT = 30.0  # seconds until a picture or clip counts as unreadable
+MOST_OPEN = 256  # maximum open files in ``read_at``; many systems allow a process 1,024
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -44,7 +44,7 @@ def kind_of(mode: int) -> str | None:
 def problem(path: str | Path) -> str | None:
     """Return why a path can't be opened as a regular file, or None if it probably can.
 
-    No file is opened, because opening a pipe may block and opening a device may have side effects."""
+    The file itself is not opened, because a pipe may block and a device may have side effects."""
     try:
         kind = kind_of(os.stat(path).st_mode)
     except OSError as error:
@@ -73,7 +73,7 @@ def bytes_of(path: str | Path) -> int:
 
 
 def allow_open_files(most: int = 2**14) -> None:
-    """Raise this process's limit on open files, usually 1,024, to ``most`` or as far as the system permits."""
+    """Raise this process's limit on open files, usually 1,024, to ``most`` or the system's maximum."""
     try:
         import resource
     except ImportError:  # this system has no such limit
@@ -87,7 +87,7 @@ def allow_open_files(most: int = 2**14) -> None:
 
 @contextmanager
 def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on the file ``path``. Wait until other processes on this machine release the lock.
+    """Hold an exclusive lock on the file ``path``, after other processes on this machine have released the lock.
 
     The lock ends with the process. root: follow no link below this folder. make: create missing folders above ``path``.
     Raises OSError if the file can't be opened."""
@@ -115,14 +115,14 @@ def first_bytes(path: str | Path, count: int) -> bytes:
 
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second, third, fourth and fifth attempt
-# Errors of a disk or network file system that is down. Damaged or missing files cause other errors.
+# Errors of a disk or network file system that is down, and not of a damaged or missing file.
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
 
 
 def retried(address: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()``. Make up to five attempts, with growing pauses. address: what ``work`` reads.
+    """Return ``work()``, after up to five attempts with growing pauses. address: what ``work`` reads.
 
     Raises DataError after the last attempt, or at once if the file is missing or forbidden. DataError and ValueError
     from ``work`` are raised at once."""
@@ -144,14 +144,14 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 
 
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
-    """Return ``work()``. Make up to five attempts while the disk of ``path`` is down. Raises DataError after the last
-    attempt. All other errors of ``work`` are raised at once. wait: called with the seconds of each pause."""
+    """Return ``work()``, after up to five attempts while the disk of ``path`` is down. Raises DataError after the last
+    attempt. Other errors of ``work`` are raised at once. wait: called with the seconds of each pause."""
     for last in _attempts(wait):
         try:
             return work()
         except DataError:
             raise
-        except Exception as error:  # a decoder's error, or BadSample with the OSError as cause
+        except Exception as error:  # a decoder's error, or BadSample caused by an OSError
             if (number := _down(path, error)) is None:
                 raise
             if last:
@@ -161,7 +161,7 @@ def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[f
 
 
 def _attempts(wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
-    """Yield False before every attempt but the last, then True. Pause between attempts."""
+    """Yield False before every attempt except the last, then True. Pause between attempts."""
     for pause in PAUSES:
         yield False
         wait(pause)
@@ -173,13 +173,13 @@ def _failed(name: str | Path) -> str:
 
 
 def _down(path: str | Path, error: Exception) -> int | None:
-    """Return the errno if ``error``, or ``os.stat`` of the path, shows that the disk is down; else None."""
+    """Return the errno if ``error`` or ``os.stat`` of the path shows that the disk is down, else None."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    # Exclude PyAV's subclasses of OSError, because FFmpeg reports EIO for damaged files, too.
+    # Exclude PyAV's subclasses of OSError, because FFmpeg also reports EIO for damaged files.
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:
         return cause.errno
     try:
-        os.stat(path)  # raises the error again if a decoder has hidden it
+        os.stat(path)  # fails again if the disk is down and a decoder has hidden the error
     except OSError as found:
         return found.errno if found.errno in DOWN else None
     except ValueError:  # a path with a NUL
@@ -205,8 +205,8 @@ _open_files = _OpenFiles()
 
 
 def read_at(name: Hashable, open_file: Callable[[], int], at: int, size: int) -> bytes:
-    """Return ``size`` bytes from offset ``at`` of a file, or fewer at the end of the file. Each thread keeps its last
-    files open.
+    """Return ``size`` bytes from offset ``at`` of a file, or fewer at the file's end. Each thread's last files stay
+    open.
 
     name: identifies the open file. open_file: opens the file and returns its descriptor. Raises OSError."""
     files = _open_files.files
@@ -221,24 +221,24 @@ def read_at(name: Hashable, open_file: Callable[[], int], at: int, size: int) ->
             parts.append(part)
             left -= len(part)
     except OSError:
-        del files[name]  # the descriptor stays invalid after the disk was down
+        del files[name]  # the descriptor stays invalid even if the disk returns
         raise
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def spread(size: int, most: int) -> list[int]:
-    """Return up to ``most`` evenly spaced integers from 0 to ``size`` - 1, ascending."""
+    """Return up to ``most`` evenly spaced integers in [0, ``size``), ascending."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
 
 
 def name_few(messages: list[str], count: int = 5) -> str:
-    """Return one line with the first ``count`` messages and the number of further messages."""
+    """Return one line with the first ``count`` messages and the number of other messages."""
     more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
     return "; ".join(messages[:count]) + more
 
 
 CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
-VISITS = 100  # maximum times that a search lists one folder, because links can lead there endlessly
+VISITS = 100  # maximum listings of one folder in a search, because links can lead there endlessly
 Identity = tuple[int, int]  # (device, inode) of a folder
 
 
@@ -322,9 +322,9 @@ def folders_above(folder: str) -> frozenset[Identity]:
 
 
 def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:
-    """Return a folder's (files with one of ``suffixes``, subfolders), as sorted names.
+    """Return (names of files with one of ``suffixes``, names of subfolders), both sorted.
 
-    All other entries are added to ``ignored``. A link to a missing file counts as a file, so that reading reports the
+    Other entries are added to ``ignored``. A link to a missing file counts as a file, so that a reader reports the
     loss. Raises OSError."""
     with os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
@@ -352,7 +352,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _unusual(entry: os.DirEntry[str]) -> str | None:
-    try:  # the listing of a folder usually has the file types, so this rarely accesses the disk
+    try:  # a listing usually has the file types, so this rarely accesses the disk
         return None if entry.is_file(follow_symlinks=False) else kind_of(entry.stat().st_mode)
     except OSError:
         return None  # a broken link
@@ -369,7 +369,7 @@ def files_below(
     """Yield the paths of all files with one of ``suffixes`` below a folder: sorted files, then each sorted subfolder.
 
     Links are followed, except to a parent folder or a folder in ``above``. A folder is listed at most ``visits`` times.
-    All other entries are added to ``ignored``."""
+    Other entries are added to ``ignored``."""
     todo, seen = [(folder, above)], Counter()
     while todo:
         path, above = todo.pop()
@@ -392,22 +392,22 @@ def files_below(
 
 
 MOST_FILES = 10_000
-MOST_BYTES = 64 << 20  # approximate maximum bytes read from all files in total
+MOST_BYTES = 64 << 20  # approximate maximum bytes to read from all files
 _BLOCK = 4096
 
 
 def hash_files(paths: Sequence[str]) -> str:
-    """Return a hash of the files' number, sizes and contents, in order. Names are not included.
+    """Return a hash of the files' number, sizes and contents, in order, without their names.
 
-    Hashing takes about a second, even for a million pictures or 100 GB of weights: more than 10,000 files are sampled
-    evenly, and so are the blocks in long files. An unreadable file counts as b""."""
+    To take about a second for any data, the hash covers evenly spaced samples: of more than 10,000 files, and of the
+    blocks in long files. An unreadable file counts as b""."""
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
     return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
 
 
 def _contents(path: str, share: int) -> bytes:
-    """Return a file's size and contents, or a hash of the size and about ``share`` bytes if the file is longer."""
+    """Return a file's size and contents; for a long file, a hash of the size and about ``share`` bytes."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         with open(handle, "rb", buffering=0) as file:
@@ -425,7 +425,7 @@ def _contents(path: str, share: int) -> bytes:
         return b""
 
 
-READ_AT_ONCE = 8 << 20  # bytes read at a time to verify a file
+READ_AT_ONCE = 8 << 20  # bytes to read at a time for verifying a file
 _REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
@@ -442,7 +442,7 @@ class Checksums:
 
 
 class Verification:
-    """Compares files with their SHA-256 in a background thread, slowly enough not to slow down training."""
+    """Compares files with their SHA-256 in a background thread, slowly enough for training to keep its speed."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag
@@ -452,7 +452,7 @@ class Verification:
         self._stop = threading.Event()
 
     def check(self) -> None:
-        """Start the thread at the first call. In later calls, raise DataError if the thread found a bad file. Never
+        """Start the thread at the first call. In later calls, raise DataError if the thread has found a bad file. Never
         waits."""
         if self._thread is None and self.files:
             self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
@@ -466,12 +466,12 @@ class Verification:
             self._thread.join()
 
     def close(self) -> None:
-        """Stop the thread after its current read, and wait for the thread. May be called twice."""
+        """Stop the thread after its current read, and wait for its end. May be called twice."""
         self._stop.set()
         self.wait()
 
     def _verify(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # gives only this thread a low priority on Linux
+        with contextlib.suppress(OSError, AttributeError):  # on Linux, this lowers only this thread's priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for name, expected in self.files.items():
             path = self.folder / name

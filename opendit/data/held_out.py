@@ -22,18 +22,17 @@ from opendit.data.base import (
 from opendit.data.order import permuted
 from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 
-_DRAWN = 2**17  # entries of the permutation that are computed at once
-SEED = 0x76616C  # seed for held-out samples; independent of --global_seed
+_DRAWN = 2**17  # entries of the permutation to compute at once
+SEED = 0x76616C  # seed for choosing held-out files; independent of --global_seed
 
 
 def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
     """Split a data set's rows into (training set, held-out set).
 
-    Of n files, round(share x n) are held out, at least one. Rows of one file are never separated, such as a picture
-    with several captions. The choice depends only on the number of files. A larger share holds out the files of a
-    smaller share, and more.
+    Among n files, round(share x n) are held out, at least one. Rows of the same file, such as a picture with several
+    captions, stay together. The choice depends only on the number of files. A larger share only adds files.
 
-    Raises ValueError if no files are left to train on."""
+    Raises ValueError if no files are left for training."""
     files_of = dataset.describe().files
     sources: list[tuple[int, np.ndarray | None]] = [(len(dataset), None)] if files_of is None else files_of()
     counts = [rows if file_of is None else int(file_of.max()) + 1 for rows, file_of in sources]
@@ -44,7 +43,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
             f"--validate_share {share:g}: of {files:,} samples {count:,} are held out, and none is left to train on; "
             "lower it"
         )
-    # Store the smaller set as an array of rows, and the larger set as its complement.
+    # Store the smaller set as an array of rows, and the larger one as its complement.
     fewer_held = 2 * count <= files
     drawn = _drawn(*((0, count) if fewer_held else (count, files)), files)
     few = _rows_of(drawn, sources, counts).astype(np.int32 if len(dataset) < 2**31 else np.int64, copy=False)
@@ -55,7 +54,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
 
 def _drawn(start: int, stop: int, files: int) -> np.ndarray:
-    """Return entries [start, stop) of the permutation of file numbers by ``SEED``, sorted."""
+    """Return sorted entries [start, stop) of the permutation of file numbers by ``SEED``."""
     found = np.empty(stop - start, dtype=np.int32 if files < 2**31 else np.int64)
     for first in range(start, stop, _DRAWN):
         places = np.arange(first, min(stop, first + _DRAWN))
@@ -65,7 +64,8 @@ def _drawn(start: int, stop: int, files: int) -> np.ndarray:
 
 
 def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
-    """Return the rows of ``files``, ascending. files: ascending file numbers. counts: files in each source."""
+    """Return the rows of ``files``, ascending. files: ascending file numbers. counts: number of files in each
+    source."""
     ends = np.cumsum(counts)
     rows, parts = 0, []
     for (size, file_of), count, end in zip(sources, counts, ends.tolist(), strict=True):
@@ -83,8 +83,8 @@ def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], co
 class SomeRows(MediaDataset):
     """Some rows of another data set, renumbered from 0.
 
-    rows: the chosen rows of ``whole``, ascending. part: describes the subset in the log. Raises ValueError if ``rows``
-    is empty."""
+    rows: the chosen rows of ``whole``, ascending. part: describes the subset in the log. Raises ValueError for no
+    rows."""
 
     def __init__(self, whole: MediaDataset, rows: np.ndarray | Complement, part: str):
         if len(rows) == 0:
@@ -164,5 +164,5 @@ class SomeRows(MediaDataset):
         return int(self.rows[row])
 
     def _below(self, ends: Sequence[int]) -> list[int]:
-        """For each row number in ``ends``, return how many of the chosen rows are smaller."""
+        """Return, for each number in ``ends``, how many chosen rows are smaller."""
         return self.rows.searchsorted(ends).tolist()

@@ -5,20 +5,19 @@
       000000000.safetensors  000000000.txt
       000000001.safetensors  000000001.txt
 
-A member is named by the sample's row in the original data set. The caption is in ``.txt``, or the class in ``.cls``.
-The safetensors member has these tensors, where F is 2 with the mirror image and 1 without it:
+A member's name is the sample's row in the original data set. The caption is in ``.txt``, or the class in ``.cls``.
+The safetensors member has these tensors, where F is 2 if the mirror image is stored, else 1:
 
     moments  (F, 2C, [t,] h, w) float16   mean and standard deviation
-    tokens   (L, D) float16               embedded caption: tokens without padding, and
-    pooled   (P,) float16                 pooled vector. Both may be bfloat16, see ``EmbeddingForm``
+    tokens   (L, D) float16 or bfloat16   caption's tokens without padding
+    pooled   (P,) float16 or bfloat16     caption's pooled vector
     features (F, N, W) float16            with --repa: a vision encoder's features for the latent's N tokens
     first_latents (F, C, t, h, w) float16 for image-to-video models: means of the clip, grey after its first frame
     first_tokens  (F, L, D) float16       first frame's tokens, if the model has an image encoder
 
-In tars of another program, a sample's latents are an array in its member ``.npz``, ``.npy`` or ``.safetensors``.
-``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json`` that describes the arrays.
-Their values are not multiplied by the VAE's scaling factor. A leading batch dimension of 1 is removed. FORM is one of
-the following, where C is the number of latent channels.
+In another program's tars, a sample's latents are an array in its member ``.npz``, ``.npy`` or ``.safetensors``.
+``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json``. Values are not multiplied by
+the VAE's scaling factor. A leading batch dimension of 1 is removed. For C latent channels, FORM is one of these:
 
     mean_std     (2C, [t,] h, w)   mean and standard deviation
     mean_logvar  (2C, [t,] h, w)   mean and logarithm of the variance: diffusers' ``latent_dist.parameters``
@@ -98,14 +97,14 @@ from opendit.encoders.text import TextEncoder
 
 
 class LatentDataset(ShardDataset):
-    """Data set of cached latents in tars. A sample ``x`` has means and standard deviations: (2C, h, w) for a picture or
-    (2C, t, h, w) for a clip, float32.
+    """Data set of cached latents in tars. A sample's ``x`` is means and standard deviations: float32 (2C, h, w) for a
+    picture, (2C, t, h, w) for a clip.
 
-    index: index of one picture size. tars: the tars in ``index``, in order. empty_caption: embedding of the empty
-    string; None without an encoder. of_run: settings of the run, see ``_take``.
+    index: the index for one picture size. tars: the tars in ``index``, in order. empty_caption: the empty string's
+    embedding; None without an encoder. of_run: settings of the run, see ``_take``.
 
-    Raises ValueError, beginning with ``name``, if clips were read with other settings, mirror images for
-    ``random_flip`` are missing, or ``index`` contradicts the tars about captions and classes."""
+    Raises ValueError, beginning with ``name``, if clips were read with other settings, if mirror images for
+    ``random_flip`` are missing, or if captions or classes in ``index`` and the tars contradict each other."""
 
     empty_captions = True  # accept empty captions
     names_file = INDEX
@@ -150,7 +149,7 @@ class LatentDataset(ShardDataset):
         frame_interval: int = 1,
         fps: float | None = None,
     ) -> None:
-        """Set the attributes that the index determines. random_flip: None means to mirror if mirror images are stored.
+        """Set the attributes that the index determines. random_flip: None means True if mirror images are stored.
         Raises ValueError if the index contradicts the run's settings."""
         made = index.get("video")
         if use_video != (made is not None):
@@ -172,7 +171,7 @@ class LatentDataset(ShardDataset):
         self.index, self.vae = index, index["vae"]
         self.random_flip = index["flips"] if random_flip is None else random_flip
         self.class_names = index["class_names"]
-        # Scale and shift are numbers, or lists with one number per channel.
+        # A scale or shift is a number, or a list with one number per channel.
         scale, shift = index["scaling_factor"], index["shift_factor"]
         self.scaling_factor: float | tuple[float, ...] = tuple(scale) if isinstance(scale, list) else scale
         self.shift_factor: float | tuple[float, ...] = tuple(shift) if isinstance(shift, list) else shift
@@ -187,14 +186,14 @@ class LatentDataset(ShardDataset):
             self.features = CachedFeatures(stored["encoder"], (rows, columns), stored["width"])
 
     def _tensors(self, row: int) -> dict[str, Tensor]:
-        """Read a sample's tensors. Raises BadSample if they can't be read or do not match the index."""
+        """Read a sample's tensors. Raises BadSample if the tensors can't be read or contradict the index."""
         try:
             tensors = self._read_tensors(row)
             views, sides = 2 if self.index["flips"] else 1, [*self.sample_shape[1:]]
             if (own := self._latent_shapes[self.find_record(row)[0]]) is not None:
                 sides = own[1:]
             elif len(sides) == 3 and tensors["moments"].shape[2] == 1:
-                sides[0] = 1  # pictures among clips have one frame
+                sides[0] = 1  # a picture in a data set of clips has one frame
             expected = {"moments": [views, self.sample_shape[0], *sides]}
             if (first := self.index.get("first_frames")) is not None:
                 expected["first_latents"] = [views, self.sample_shape[0] // 2, *sides]
@@ -211,7 +210,7 @@ class LatentDataset(ShardDataset):
                 raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
         except BadSample:
             raise
-        except Exception as error:  # files of other programs may raise any type
+        except Exception as error:  # other programs' files may raise any type
             raise BadSample(self.source(row), f"{type(error).__name__}: {error}") from error
         return tensors
 
@@ -251,7 +250,7 @@ class LatentDataset(ShardDataset):
         return self._kinds
 
     def _sizes(self) -> list[tuple[int, Size]]:
-        """Return, for each tar, (end row, (frames, height, width) of its latents)."""
+        """Return (end row, (frames, height, width) of the latents) for each tar."""
         lengths: dict[int, int] = {}
         sizes: list[Size] = []
         for key, own in zip(self._keys, self._latent_shapes, strict=True):
@@ -264,8 +263,7 @@ class LatentDataset(ShardDataset):
         return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
     def _frames(self, key: int) -> int:
-        """Return the latent frames of samples with this shape key. index.json lacks the number, so read the first
-        readable sample."""
+        """Return the latent frames of samples with this shape key, from the first readable sample."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
@@ -289,8 +287,7 @@ class LatentDataset(ShardDataset):
         return {shard["file"]: shard["sha256"] for shard in self.index["shards"]} | self.index.get("checksums", {})
 
     def _identity(self) -> str:
-        # Leave out checksums and caption counts. So a cache of an earlier version keeps its identity when they are
-        # added.
+        # Leave out checksums and caption counts, so that adding them to an older cache does not change its identity.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
         index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "version": VERSION, "shards": shards}, sort_keys=True))
@@ -389,7 +386,7 @@ def _open_address(asked: Request) -> ShardDataset:
 
 
 def _open_remote_latents(asked: Request, remote: Remote, cache: FileCache) -> LatentDataset | None:
-    """Open cached latents in tars behind an address. Return None if their folder has no index.json."""
+    """Open cached latents in tars behind an address. Return None if the folder has no index.json."""
     folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
     if indexes is None:
         return None
@@ -410,11 +407,11 @@ def _open_remote_latents(asked: Request, remote: Remote, cache: FileCache) -> La
 ABOUT = "__opendit__/shard.json"  # WebDataset's readers skip members with double underscores
 SUFFIX = "safetensors"
 FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),), empty=True)
-HEADERS = 3 * BLOCK + 512  # estimated bytes of a sample without its arrays: tar headers, caption or class, tensor names
+HEADERS = 3 * BLOCK + 512  # estimated bytes per sample besides the arrays: tar headers, caption or class, tensor names
 SUFFIXES = ("safetensors", "npz", "npy")
 MIRRORED = "_flip"  # ending of a mirror image's array
-_USUAL = ("moments", "latents", "latent")  # preferred array names
-_TIMES = 128  # maximum unpacked bytes of a .npz per latent value
+_USUAL = ("moments", "latents", "latent")  # preferred names of arrays
+_TIMES = 128  # maximum unpacked bytes in a .npz per latent value
 
 
 def tar_name(image_size: int, shard: int, shards: int) -> str:
@@ -422,7 +419,7 @@ def tar_name(image_size: int, shard: int, shards: int) -> str:
 
 
 class CachedSample(NamedTuple):
-    """A sample of a tar of latents."""
+    """A sample in a tar of latents."""
 
     row: int  # the sample's row in the original data set
     tensors: dict[str, Tensor]  # see the module's docstring
@@ -442,7 +439,7 @@ def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str,
             found = scan(Path(new.name), FIELDS, plan=_plan(settings), sha256=sha256)
             if found[0].rows != len(samples):
                 raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
-        else:  # none of the tar's source files could be read
+        else:  # all source files for this tar were unreadable
             size = os.fstat(new.fileno()).st_size
             header = empty_header(size, sha256, _plan(settings))
             found = header, np.zeros(0, ROW), b""
@@ -465,7 +462,8 @@ def _members(about: bytes, samples: Sequence[CachedSample]) -> Iterator[tuple[st
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Return (sample count, settings, skipped files) of a complete tar by :func:`write_shard`; None for other files."""
+    """Return (sample count, settings, skipped files) of a complete tar from :func:`write_shard`; None for other
+    files."""
     try:
         header = TarIndex(index_of(path)).header
         with open(open_regular(path), "rb") as file:
@@ -480,12 +478,12 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
 
 
 def complete_tars(folder: Path, settings: dict[str, Any]) -> set[str]:
-    """Return the names of one picture size's complete tars. Raises ValueError if a tar has other settings."""
+    """Return the names of complete tars of one picture size. Raises ValueError if a tar has other settings."""
     kept = set()
     for path in sorted(folder.glob(f"latents-{settings['image_size']}-*.tar")):
         header = read_header(path)
         if header is None:
-            continue  # a damaged tar is recomputed
+            continue  # a damaged tar is computed again
         other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
         if other:
             changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)
@@ -512,15 +510,14 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
 
 
 def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
-    """Read the latents' indexes behind an address. Return None for a tar's address, and for a folder without
-    index.json."""
+    """Read the latents' indexes behind an address. Return None for a tar's address, or without index.json."""
     name = f"{address.rstrip('/')}/{INDEX}"
     content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
     return None if content is None else check_indexes(parse_json(content, name), name)
 
 
 def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
-    """Return ``index``. Raises ValueError if the tar differs from ``shard``, its entry in index.json."""
+    """Return ``index``. Raises ValueError if the tar contradicts ``shard``, its entry in index.json."""
     header = index.header
     if (header.rows, header.tar_bytes, header.sha256) != (shard["count"], shard["bytes"], shard.get("sha256")):
         raise ValueError(f"{index_of(name)} is of another tar than index.json means; {REPAIR}")
@@ -533,8 +530,8 @@ def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
 def arrays_of(
     content: bytes, suffix: str, shape: tuple[int, ...], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Return the arrays in a member, by name. The array in a ``.npy`` has the name "". shape: (2C, [t,] h, w) of mean
-    and deviation. names: the arrays to read from a ``.npz``; None for all numeric ones. May raise any exception."""
+    """Return the arrays in a member, by name; a ``.npy`` has the name "". shape: (2C, [t,] h, w). names: the arrays to
+    read from a ``.npz``; None for all numeric ones. May raise any exception."""
     if suffix == ".safetensors":
         return load(content)
     if suffix == ".npy":
@@ -548,8 +545,8 @@ def arrays_of(
 
 
 def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the name of the latents' array and, if there is one, the name of the mirror image's array. Raises
-    ValueError if no array has the shape, or if several have it and none has a name in ``_USUAL``."""
+    """Return the name of the latents' array, and of the mirror image's array if there is one. Raises ValueError if no
+    array has the shape, or if several have it but no name in ``_USUAL``."""
     stored = _stored_shape(form, shape)
     fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
     chosen = [name for name in _USUAL if name in fits][:1] or fits
@@ -563,8 +560,8 @@ def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...
 
 def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
     """Return a sample's mean and standard deviation, (F, 2C, [t,] h, w) fp32. F is 2 with a mirror image. foreign: see
-    ``ForeignTars``. Raises as :func:`arrays_of`, and ValueError if an array is missing, not finite or of another shape.
-    """
+    ``ForeignTars``. Raises ValueError if an array is missing, not finite or of another shape; else as
+    :func:`arrays_of`."""
     names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
     arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
     views = []
@@ -610,7 +607,7 @@ class EmbeddingForm(NamedTuple):
     dtype: str = "fp16"  # a key of ``DTYPES``
 
     def numbers(self, max_tokens: int) -> int:
-        """Return the number of elements in a caption's embedding with ``max_tokens`` tokens."""
+        """Return the number of elements in an embedding of ``max_tokens`` tokens."""
         return max_tokens * self.width + self.pooled
 
 
@@ -622,7 +619,7 @@ def form_of(encoder: AnyEncoder) -> EmbeddingForm:
 
 
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU, in the dtype of
+    """Return each caption's tokens (L_i, D) without padding and pooled vector (P,), on the CPU, in the dtype of
     :func:`form_of`. how: more arguments for ``encoder.encode``. Raises DataError if an element overflows the dtype."""
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
@@ -643,8 +640,8 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
 
 
 def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
-    """Return the embedding of the empty string, padded to ``max_tokens``. content: bytes of the file ``EMPTY``. text:
-    see ``TextEncoding``. Raises ValueError, naming the file, if the file is damaged."""
+    """Return the empty string's embedding, padded to ``max_tokens``. content: bytes of the file ``EMPTY``. text: see
+    ``TextEncoding``. Raises ValueError, naming the file, if the file is damaged."""
     try:
         found = load(content)
         if found.keys() != {"tokens", "pooled"}:
@@ -661,7 +658,7 @@ def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embed
 
 
 def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
-    """Return :func:`read_empty_caption` of the folder's file ``EMPTY``. Raises ValueError if it can't be read."""
+    """Read the empty string's embedding from a folder. Raises ValueError, naming the file."""
     name = f"--data_path {folder}: {EMPTY}"
     try:
         content = read_bounded(folder / EMPTY, MOST_EMPTY)

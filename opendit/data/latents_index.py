@@ -1,7 +1,7 @@
 """Read and write ``index.json``, the description of cached latents in a folder.
 
 The file holds one index for every ``--image_size``. With ``--bucket_tokens``, tars of one size may have latents of
-different shapes. An index is written after its shards, so a shard without an index is unfinished.
+different shapes. An index is written after its shards, so shards without an index are unfinished.
 """
 
 import json
@@ -42,7 +42,7 @@ Skipped = Annotated[list[Text], FailFast()]
 
 
 class ClipSettings(JsonObject):
-    """Settings with which clips were read from their files."""
+    """Settings for reading clips from their files."""
 
     num_frames: Side
     frame_interval: Side
@@ -78,7 +78,7 @@ class LatentsShard(JsonObject):
 
 
 class ShardEntry(JsonObject):
-    """Entry of the index for one file of latents."""
+    """Entry in the index for one file of latents."""
 
     file: FileName
     count: Count
@@ -89,7 +89,7 @@ class ShardEntry(JsonObject):
 
 
 class TextEncoding(JsonObject):
-    """The text encoder of the stored embeddings."""
+    """The text encoder for the stored embeddings."""
 
     encoder: Name
     max_tokens: int = Field(ge=1, le=1 << 16)
@@ -106,16 +106,16 @@ class StoredFeatures(JsonObject):
 
 
 class CaptionCounts(JsonObject):
-    """Statistics of the captions that an encoder embedded."""
+    """Statistics of the captions that were embedded."""
 
     rows: Count  # rows of the data set
     counted: Count  # captions with counted tokens
-    cut: Count  # counted captions truncated to ``max_tokens``
-    longest: Count  # tokens of the longest counted caption
+    cut: Count  # counted captions that were truncated to ``max_tokens``
+    longest: Count  # tokens in the longest counted caption
 
 
 class ForeignTars(JsonObject):
-    """Another program's tars. form: one of ``FOREIGN_FORMS``. array, mirrored: names of arrays."""
+    """Another program's tars. form: one of ``FOREIGN_FORMS``. array, mirrored: names of arrays in a sample."""
 
     form: str = Field(pattern=rf"^({'|'.join(FOREIGN_FORMS)})\z")
     array: Name
@@ -123,13 +123,13 @@ class ForeignTars(JsonObject):
 
 
 class LatentsOfOneSize(JsonObject):
-    """The index of one picture size."""
+    """The index for one picture size."""
 
     count: Count
     class_names: Texts
     image_size: Side
     vae: Name
-    # Scale and shift are numbers, or lists with one number per channel.
+    # A scale or shift is a number, or a list with one number per channel.
     scaling_factor: Scale | Annotated[list[Scale], Len(1, 4096)]
     shift_factor: Shift | Annotated[list[Shift], Len(1, 4096)]
     latent_shape: LatentShape
@@ -161,7 +161,7 @@ REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
 def check_index(index: dict[str, Any], path: Path) -> None:
-    """Raise ValueError if fields of an index contradict each other. Call ``checked`` on the index first."""
+    """Raise ValueError if fields of a ``checked`` index contradict each other."""
 
     def require(right: bool, problem: str) -> None:
         if not right:
@@ -193,7 +193,7 @@ OLD_FILES = "latents-*.safetensors"  # latents of version 1
 
 
 def convert_advice(folder: str) -> str:
-    """Return the cause and the fix for an error message about a folder of version 1."""
+    """Return the cause and the fix as an error message about a folder of version 1."""
     return (
         "holds latents in safetensors files, as earlier versions made them; convert them: python preprocess.py shards "
         f"--data_path {shlex.quote(folder)} --output TARS"
@@ -202,7 +202,7 @@ def convert_advice(folder: str) -> str:
 
 def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
     """Return the indexes in an index.json, one per picture size; None if the content does not describe latents. Raises
-    ValueError for an invalid index and for another version. source: the file's path."""
+    ValueError for an invalid index or another version. source: the file's path."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
     version, folder = index.get("version"), source.rpartition("/")[0]
@@ -220,8 +220,8 @@ def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
 
 
 def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
-    """Return :func:`check_indexes` of a folder's index.json; None without this file. An unparsable file counts as
-    missing if the folder has no latents. Raises ValueError for another damaged index."""
+    """Return the indexes in a folder's index.json; None without this file, or if it can't be parsed and the folder has
+    no latents. Raises ValueError for another damaged index."""
     path = folder / INDEX
     try:
         content = read_json(path, LATENTS_SIZES.most_bytes)
@@ -249,17 +249,17 @@ def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> d
 def write_index(folder: Path, indexes: list[dict[str, Any]]) -> None:
     content = {"format": FORMAT, "version": VERSION, "sizes": sorted(indexes, key=lambda index: index["image_size"])}
     with replacing(folder / INDEX, temporary=INDEX + ".partial") as new:
-        # write_file syncs the content, so that a power cut can't leave an empty index.json.
+        # write_file syncs the content, so that a power cut can't leave an empty file.
         write_file(new, iter([(json.dumps(content, indent=1) + "\n").encode()]))
 
 
-LOCK = ".index.lock"  # hold this lock only while index.json changes
+LOCK = ".index.lock"  # hold this lock only to change index.json
 
 
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Remove the index of the picture size in ``settings``, because its shards will be rewritten. Return the removed
-    shards' checksums by file name. Raises ValueError if the folder holds other data, or latents of version 1 or of
-    other data, VAE, clip settings or text encoder."""
+    """Remove the index for the picture size in ``settings``, because its shards will be rewritten. Return the removed
+    shards' checksums by file name. Raises ValueError if the folder holds no latents, latents of version 1, or latents
+    of other data, VAE, clip settings or text encoder."""
     with file_locked(folder / LOCK):
         indexes, others = _indexes(folder, settings)
         if others:
@@ -271,13 +271,13 @@ def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def put_index(folder: Path, settings: dict[str, Any], index: dict[str, Any]) -> None:
-    """Store ``index`` in index.json, next to the indexes of other picture sizes. The caller must hold ``LOCK``. Raises
-    as :func:`take_index`."""
+    """Store ``index`` in index.json, and keep the indexes for other picture sizes. The caller must hold ``LOCK``.
+    Raises as :func:`take_index`."""
     write_index(folder, [*_indexes(folder, settings)[1], index])
 
 
 def _indexes(folder: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return (all indexes in a folder, indexes of other picture sizes). Raises as :func:`take_index`."""
+    """Return (all indexes in a folder, indexes for other picture sizes). Raises as :func:`take_index`."""
     if any(folder.glob(OLD_FILES)):
         raise ValueError(f"--output {folder}: {convert_advice(str(folder))}; or name another folder")
     if not (folder / INDEX).exists():

@@ -1,7 +1,7 @@
 """Prefetch the batches of every step in worker processes, and choose a data set's schedule.
 
 The global batch does not depend on the number of ranks or workers. If a worker dies, runs out of memory or hangs, the
-run ends with one error that names the file. If the main process ends, the workers end too."""
+run ends with an error that names the file. The workers end with the main process."""
 
 import ctypes
 import itertools
@@ -56,24 +56,23 @@ logger = logging.getLogger(__name__)
 AHEAD = 2  # batches that each worker prefetches
 POLL = 1.0  # seconds between checks of the workers while the main process waits for a batch
 
-# A thread that frees a tensor during interpreter exit aborts the process ("terminate called without an active
-# exception"). This list keeps loaders alive while a thread may hold their tensors.
+# Keeps loaders alive while a thread may hold their tensors. If a thread frees a tensor during interpreter exit, the
+# process aborts ("terminate called without an active exception").
 not_ended: list[Any] = []
 
 
 class ReadAhead:
     """Iterator over ``reader``'s results for a sequence of requests, in order, computed in worker processes.
 
-    Use it as a context manager: the workers live from the constructor to ``close()``. With 0 workers the main process
-    reads.
+    Use this as a context manager: the workers live until ``close()``. With 0 workers, the main process reads.
 
     Args:
-        reader: map-style data set from requests to results. It reads from the MediaDataset ``reader.dataset`` and calls
-            ``reader.on_read`` with each row before reading the row.
+        reader: map-style data set from requests to results. It reads from the MediaDataset ``reader.dataset``, and
+            calls ``reader.on_read`` with each row before reading the row.
         requests: iterable of requests.
         patience: seconds that one file may take while the main process waits. After that, DataError names the file. 0
             means no limit.
-        who: prefix of the warning that is logged after half of ``patience``, such as "rank 3: ".
+        who: prefix such as "rank 3: " for the warning, which is logged after half of ``patience``.
         on_hang: called from another thread with the error's text when a file hangs. With 0 workers, only this callback
             can end a hung read.
     """
@@ -93,11 +92,11 @@ class ReadAhead:
         self.num_workers = num_workers
         self.reading = _Reading(max(1, num_workers))
         reader.on_read = self.reading.begin
-        # Only workers that the main thread starts can be set to end with their parent.
+        # A worker can end with its parent only if the main thread starts the worker.
         in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         with collection_paused(), warnings.catch_warnings():
-            # torch warns about more workers than cores. But more workers are useful if reads wait for a disk.
+            # torch warns about more workers than cores, but they are useful if reads wait for a disk.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
                 _Guarded(reader, self.reading) if num_workers else reader,
@@ -110,18 +109,18 @@ class ReadAhead:
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
             self._results: Any = iter(loader)
-        # Restore the SIGCHLD handler. torch's handler raises in any place of the main process when a worker dies,
-        # perhaps during a save. Here the next ``__next__`` raises.
+        # Restore the SIGCHLD handler, because torch's raises in any place when a worker dies, perhaps during a save.
+        # Here, the next ``__next__`` raises.
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # At exit, end the workers first: multiprocessing would send them a signal that they ignore, and wait.
+        # At exit, end the workers first. Otherwise multiprocessing would wait for them after a signal that they ignore.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
             self._results._get_data = lambda: cast(ReadAhead, me())._wait_for_result()
         self._asked: float | None = None  # time at which the main process began to wait
-        self._hung = ""  # error text, once a read timed out and the workers were killed
+        self._hung = ""  # error text after a read timed out and the workers were killed
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=_watch, args=(me, self._closing, on_hang), name="reading", daemon=True)
         if patience:
@@ -137,7 +136,7 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result. Raises DataError if a worker died or hung, and any error from a worker."""
+        """Return the next result. Raises a worker's error, or DataError if a worker died or hung."""
         if self._results is None:
             raise StopIteration
         if self._workers and wait([worker.sentinel for worker in self._workers], timeout=0):
@@ -165,13 +164,13 @@ class ReadAhead:
                 return result
 
     def _give_up(self, late: str) -> None:
-        """Kill the workers after a timeout. A waiting main process then wakes up. late: describes the timeout."""
+        """Kill the workers after a timeout, which wakes the waiting main process. late: describes the timeout."""
         self._hung = _no_data(late, self.patience)
         for worker in self._workers:
             worker.kill()
 
     def _late(self, seconds: float) -> str:
-        """Describe stuck workers and reads that have taken ``seconds`` or longer; "" if there are none."""
+        """Describe stuck workers, and reads that have taken ``seconds`` or longer; "" if there are none."""
         if not self._workers:
             row, took = self.reading.at(0)
             return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
@@ -192,14 +191,14 @@ class ReadAhead:
         return "; ".join(late)
 
     def _check_deaths(self, patience: float, cause: Exception | None = None) -> None:
-        """Raise DataError if a worker died or was killed after a timeout. Wait up to ``patience`` seconds for an exit,
+        """Raise DataError if a worker died, or was killed after a timeout. Wait up to ``patience`` seconds for an exit,
         because a read may fail before its worker's exit is visible."""
         if self._hung:
             raise DataError(self._hung) from cause
         ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
         dead = []
         for number, worker in enumerate(self._workers):
-            if worker.sentinel in ending:  # the exit code may become known slightly later
+            if worker.sentinel in ending:  # the exit code may be known slightly later
                 worker.join(timeout=5)
             if worker.exitcode not in (None, 0):
                 row, _ = self.reading.at(number)
@@ -221,13 +220,13 @@ class ReadAhead:
         if results is None or not self._workers:
             self.reading.end()
             return
-        # Run torch's shutdown in a thread, because its waits have no timeout. Then kill workers that are still alive.
+        # Run torch's shutdown in a thread, because it waits without a timeout. Then kill workers that are still alive.
         orderly = threading.Thread(target=shut_down, args=(results,), name="loader end", daemon=True)
         orderly.start()
         orderly.join(timeout=1)
         self._end()
         orderly.join(timeout=1)
-        if orderly.is_alive():  # keep the batches alive, because the thread must not free them
+        if orderly.is_alive():  # the thread must not free the batches, so keep them alive
             not_ended.append(results)
 
 
@@ -267,9 +266,8 @@ def _no_data(late: str, patience: float) -> str:
 
 
 class _Reading:
-    """Records each worker's current row, and the time when reading began, in shared memory.
-
-    Times are from time.monotonic(). All processes share this clock."""
+    """Records each worker's row and the time when its reading began, in shared memory. Times are from time.monotonic(),
+    a clock that all processes share."""
 
     def __init__(self, workers: int):
         self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)
@@ -285,7 +283,7 @@ class _Reading:
         self.begin(-1)
 
     def at(self, number: int) -> tuple[int | None, float]:
-        """Return (the row that a worker is reading, or None; the seconds since a row began or ended)."""
+        """Return (row that the worker reads, or None; seconds since the last row began or ended)."""
         row = self._rows[number]
         return None if row < 0 else row, time.monotonic() - self._since[number]
 
@@ -295,8 +293,8 @@ class _Reading:
 
 
 def _failure(error: Exception, where: str) -> Exception:
-    """Convert a worker's ``error`` to the error that the main process raises. DataLoader alone would show the worker's
-    traceback. where: " at FILE" or ""."""
+    """Convert a worker's error to the main process's error. DataLoader's error would show the worker's traceback.
+    where: " at FILE" or ""."""
     text = " ".join((str(error) or type(error).__name__).split())
     if isinstance(error, DataError | OSError):
         return DataError(text)
@@ -332,7 +330,7 @@ def _itself(result):  # a lambda can't be pickled for spawned workers
 
 
 def _start_worker(worker: int, with_parent: bool) -> None:
-    """Set up a worker process. torch has already limited it to one thread."""
+    """Set up a worker process. torch has already limited the worker to one thread."""
     leave_inherited_garbage()
     if with_parent:
         end_with_parent()
@@ -345,11 +343,11 @@ def _start_worker(worker: int, with_parent: bool) -> None:
 class Batch:
     """The samples that one rank processes at once."""
 
-    # (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format. For packs: a tuple of B tensors without
-    # the B axis, in descending order of tokens.
+    # (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format. For packs: B tensors without the B axis,
+    # in descending order of tokens.
     x: Tensor | tuple[Tensor, ...]
     y: Tensor  # (B,) int64 classes
-    index: Tensor  # (B,) int64 positions in the global batch, the keys of all randomness
+    index: Tensor  # (B,) int64 positions in the global batch, which key all randomness
     step: int
     micro: int  # number of the micro-batch in the step
     epoch: int
@@ -362,11 +360,11 @@ class Batch:
     embedding: Embedding | None = None  # cached embeddings of the captions
     features: Tensor | None = None  # (B, N, width) float16 cached features of pictures
     first: FirstFrames | None = None  # cached inputs from the clips' first frames
-    small: tuple[Small | None, ...] | None = None  # sizes of samples that must be enlarged on the device
-    shared: Tensor | tuple[Tensor, ...] | None = None  # original of a pinned ``x``, in shared memory
+    small: tuple[Small | None, ...] | None = None  # sizes of samples to enlarge on the device
+    shared: Tensor | tuple[Tensor, ...] | None = None  # a pinned ``x`` before pinning, in shared memory
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle ``y`` and ``index`` as NumPy arrays. As a tensor, each would take another message."""
+        """Pickle ``y`` and ``index`` as NumPy arrays, because each tensor would take another message."""
         return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -400,7 +398,7 @@ def requests(
     start_step: int,
     end_step: int | None,
 ) -> Iterator[_Request]:
-    """Yield the rank's request for each micro-batch of each step, in order. end_step: None means no end."""
+    """Yield the rank's request for each micro-batch of each step, in order. end_step: None means without end."""
     for step in itertools.count(start_step) if end_step is None else range(start_step, end_step):
         rows, epoch = schedule.rows(step), schedule.epoch(step)
         for micro in range(micro_batches):
@@ -413,8 +411,8 @@ class _BatchReader(Dataset[Any]):
     def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
-        # uint8 takes a quarter of float32's memory. With float32, filling, stacking and sending would take half of the
-        # time for a small clip.
+        # uint8 takes a quarter of the memory. With float32, filling, stacking and sending would take half of the time
+        # for a small clip.
         self.samples = SampleReader(dataset, as_bytes=True, enlarge=enlarge, augment=augment)
         self.has_text = self.samples.about.conditioning == "text"
         self.buffer = _RingBuffer()
@@ -423,8 +421,8 @@ class _BatchReader(Dataset[Any]):
         if request.packed:
             return self._packed(request)
         x, items = None, []
-        # Copy each sample to the batch before reading the next, so that all clips reuse one buffer. New memory from the
-        # kernel costs 1 ms per clip.
+        # Copy each sample to the batch before reading the next one, so that all clips reuse one buffer. New memory from
+        # the kernel costs 1 ms per clip.
         for i, item in enumerate(self.samples.items(request.sample_keys, self.on_read)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])
@@ -477,7 +475,7 @@ class _RingBuffer:
     """Ring of shared memory buffers in which a worker collates its batches.
 
     New shared memory for every batch would take longer than the copy: 2.3 of 7 ms for a clip of 16 x 256 x 256. A
-    buffer is reused after ``AHEAD`` + 1 batches. By then the main process has copied the old batch."""
+    buffer is reused after ``AHEAD`` + 1 batches, when the main process has copied the old batch."""
 
     def __init__(self):
         self.storages: list[torch.UntypedStorage] = []
@@ -485,7 +483,7 @@ class _RingBuffer:
         self.own = OwnMemory()  # used with 0 workers
 
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``. ``like`` has as
+        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``, which has as
         many axes as ``shape``. Clips stay channels-last, because permuting takes longer than copying."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
@@ -497,7 +495,7 @@ class _RingBuffer:
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
         if place == len(self.storages) or self.storages[place].nbytes() < size:
-            # Fill a new buffer with zeros: small samples leave gaps, and reading pages that were never written is slow.
+            # Fill a new buffer with zeros, because small samples leave gaps, and reading unwritten pages is slow.
             storage = torch.UntypedStorage._new_shared(size, device="cpu")
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             self.storages[place : place + 1] = [storage]
@@ -505,11 +503,10 @@ class _RingBuffer:
 
 
 class OwnMemory:
-    """Pool of memory for batches. Freed memory would return to the system, and new memory costs as much as copying a
-    batch."""
+    """Pool of memory for batches, because new memory from the system costs as much as copying a batch."""
 
     def __init__(self):
-        # (buffer, weak reference to the view behind its latest storage). A buffer is free when the view is gone.
+        # (buffer, weak reference to the view behind its latest storage). A buffer is free if the view is gone.
         self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
@@ -524,7 +521,7 @@ class OwnMemory:
         return torch.from_numpy(view).untyped_storage()
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return a copy of ``x``. ``x`` must be dense."""
+        """Return a copy of ``x``, which must be dense."""
         out = x.new_empty(0).set_(self.storage(x.numel() * x.element_size()), 0, x.shape, x.stride())
         return out.copy_(x)
 
@@ -537,8 +534,11 @@ def _stack(parts: Sequence[Any]) -> Any:
 class BatchIterator:
     """Iterator over batches, and a context manager that ends the worker processes.
 
-    Attributes: read is the number of files tried so far, skipped the number of unreadable ones. shortened and
-    bytes_read are sums over the batches."""
+    Attributes:
+        read: number of files tried so far.
+        skipped: number of unreadable files among them.
+        shortened, bytes_read: sums over the batches.
+    """
 
     def __init__(
         self,
@@ -549,7 +549,7 @@ class BatchIterator:
     ):
         self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
         self._own_memory = OwnMemory()
-        # Keep the last shared batches mapped, because mapping one again costs as much as copying it.
+        # Keep the last shared batches mapped, because mapping a batch again costs as much as copying it.
         self._mapped: deque[Tensor] = deque(maxlen=(AHEAD + 1) * max(1, batches.num_workers))
         self.verification = verification
         self.shortened = self.bytes_read = 0
@@ -568,7 +568,7 @@ class BatchIterator:
         is damaged."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # starts a thread at the first call, so not before the workers are forked
+            self.verification.check()  # starts a thread at the first call, which must come after forking the workers
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read
@@ -578,7 +578,7 @@ class BatchIterator:
             self._mapped.append(came)
         if isinstance(batch.x, Tensor):
             return replace(batch, x=self._own(batch.x, self._own_memory.copy), shared=None)
-        # Samples of packs have many sizes, so pooled memory would rarely be reused.
+        # Samples in packs have many sizes, so pooled memory would rarely be reused.
         return replace(batch, x=tuple(self._own(part, Tensor.clone) for part in batch.x), shared=None)
 
     def _own(self, x: Tensor, copied: Callable[[Tensor], Tensor]) -> Tensor:
@@ -620,17 +620,17 @@ def build_loader(
     who: str = "",
     on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
-    """Return an iterator over one data-parallel rank's batches, from ``start_step`` to before ``end_step`` (None:
-    endless).
+    """Return an iterator over one data-parallel rank's batches, from ``start_step`` to before ``end_step``. None means
+    without end.
 
-    In each micro-batch the rank reads entries (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the global
+    In each micro-batch, the rank reads entries (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the global
     batch. An entry is a sample, a pack, or with ``bucket_tokens`` several samples of one shape.
 
     Args:
         max_bad: largest tolerated fraction of unreadable files.
         on_skip: called once for every unreadable file, with "path: reason".
         as_bytes: keep clips as uint8 to save memory and time. ``to_pixels`` converts a batch on the device.
-        enlarge: if False, small clips stay small, and the caller must use ``clips.enlarge``. Needs ``as_bytes``.
+        enlarge: if False, the caller must enlarge small clips with ``clips.enlarge``. Needs ``as_bytes``.
         patience, who, on_hang: see ``ReadAhead``.
 
     Raises ValueError if the schedule doesn't fit the data set, the ranks or the batch size."""
@@ -666,7 +666,7 @@ def read_batches(
 ) -> BatchIterator:
     """Return an iterator over the samples with these keys, in batches, without augmentation. Pixels stay uint8.
 
-    All samples of a batch must have one step and one shape. how: num_workers, patience, who, on_hang of ``ReadAhead``.
+    All samples in a batch must have one step and one shape. how: num_workers, patience, who, on_hang of ``ReadAhead``.
     """
     asked = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
     read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), asked, pin_memory=False, **how)
@@ -686,12 +686,12 @@ def build_schedule(
 ) -> BatchSchedule:
     """Return a data set's schedule.
 
-    This is a ``PackSchedule`` with ``pack_tokens``, a ``BlendSchedule`` for weighted sources, a ``BucketSchedule`` for
-    several shapes or with ``bucket_tokens``, or else a ``BatchSchedule``.
+    The schedule is a ``PackSchedule`` with ``pack_tokens``, a ``BlendSchedule`` for weighted sources, a
+    ``BucketSchedule`` for several shapes or with ``bucket_tokens``, or else a ``BatchSchedule``.
 
     Args:
-        bucket_tokens: maximum tokens of an entry with samples of one shape. Needs a ``ShapedDataset``.
-        pack_tokens: maximum tokens of a pack with samples of any shapes. Needs a ``ShapedDataset``.
+        bucket_tokens: maximum tokens in an entry with samples of one shape. Needs a ``ShapedDataset``.
+        pack_tokens: maximum tokens in a pack with samples of any shapes. Needs a ``ShapedDataset``.
         caption_tokens: tokens that each sample's caption adds to a pack.
         attention: see ``PackSchedule``.
 

@@ -38,14 +38,14 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens, fr
 
 @dataclass(frozen=True)
 class MediumTokens:
-    """Counts a medium's tokens at its original aspect ratio and length. A medium larger than ``image_size`` squared is
-    scaled down to this area."""
+    """Counts a medium's tokens at its original aspect ratio and length. A medium with a larger area than ``image_size``
+    squared is scaled down to this area."""
 
     image_size: int
     num_frames: int  # maximum frames of a clip
     frame_interval: int
-    token_pixels: int  # side of a token in pixels
-    token_frames: int  # frames of a token
+    token_pixels: int  # a token's side in pixels
+    token_frames: int  # a token's number of frames
     fps: float | None = None  # frames per second to count; None counts every ``frame_interval``-th frame
 
     def __call__(self, medium: Medium) -> int:
@@ -60,10 +60,9 @@ class BudgetFill:
     """Result of packing media into sequences of ``budget`` tokens."""
 
     budget: int
-    # Used fraction of the tokens, without the emptiest sequence, because more media would fill it. None for one
-    # sequence.
+    # Used fraction of the tokens, without the emptiest sequence, which more media would fill. None for one sequence.
     fill: float | None
-    too_long: float  # fraction of the media longer than a sequence; they are left out
+    too_long: float  # fraction of media that are longer than a sequence and therefore left out
 
 
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
@@ -81,13 +80,13 @@ def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
 
 SIZE = 11
 MISSING = "Glyph .* missing from"  # start of matplotlib's warning about a missing glyph
-# File name prefixes of fonts for Chinese, Japanese and Korean, in lower case. The first installed font is used.
+# Prefixes of file names, in lower case, for fonts with Chinese, Japanese and Korean. The first installed font is used.
 CJK = ("notosanscjk", "sourcehansans", "wqy-microhei", "wqy-zenhei", "droidsansfallback", "pingfang", "msyh", "simhei")
 
 
 @cache
 def font_files() -> list[str]:
-    """Return the font files: matplotlib's DejaVu Sans and, if installed, one for Chinese, Japanese and Korean."""
+    """Return font files: matplotlib's DejaVu Sans and, if installed, one for Chinese, Japanese and Korean."""
     import matplotlib
     from matplotlib.font_manager import findSystemFonts  # matplotlib's cached list may lack new fonts
 
@@ -102,7 +101,7 @@ def font_files() -> list[str]:
 
 @cache
 def families() -> list[str]:
-    """Return matplotlib's names of the fonts. matplotlib draws each glyph with the first font that has it."""
+    """Return matplotlib's names for the fonts. matplotlib draws each glyph with the first font that has it."""
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 
@@ -113,19 +112,19 @@ def families() -> list[str]:
 
 @cache
 def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
-    """Return Pillow's fonts, each with a mapping from the characters in the font."""
+    """Return Pillow's fonts, each with a mapping whose keys are the font's characters."""
     from matplotlib.ft2font import FT2Font
 
     return [(ImageFont.truetype(path, SIZE), FT2Font(path).get_charmap()) for path in font_files()]
 
 
 def font_of(text: str) -> ImageFont.FreeTypeFont:
-    """Return the font that lacks the fewest characters of a text. Pillow draws a text in a single font."""
+    """Return the font that lacks the fewest characters of a text, because Pillow draws a text in a single font."""
     return min(loaded_fonts(), key=lambda font: sum(ord(letter) not in font[1] for letter in text))[0]
 
 
-THUMBNAIL = 160  # longer side of a thumbnail in pixels
-COLUMNS, OF_CLIP = 8, 3  # thumbnails per line of the sheet; thumbnails per clip
+THUMBNAIL = 160  # a thumbnail's longer side in pixels
+COLUMNS, OF_CLIP = 8, 3  # thumbnails in a line of the sheet, and for a clip
 GAP, LINE, MOST_CLASSES = 8, 15, 20
 INK, FAINT, BACKGROUND = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 
@@ -143,13 +142,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Findings:
-    """Results of opening rows of ``dataset``."""
+    """Results from opening rows of ``dataset``."""
 
     dataset: MediaDataset
-    looks: list[Look]  # the rows that could be opened, in the order of the data set
+    looks: list[Look]  # the rows that could be opened, in the data set's order
     bad: list[str]  # "file: reason" for every row that could not be opened
     tokens: MediumTokens
-    drawn: list[Look]  # readable rows that the statistics count; weights may repeat rows
+    drawn: list[Look]  # rows for the statistics; weights may repeat rows
 
     @property
     def clips(self) -> list[Look]:
@@ -165,7 +164,7 @@ class Findings:
 
     @functools.cached_property
     def of_captions(self) -> list[str]:
-        """Lines for the log about the opened rows' captions: long ones, and ones without words."""
+        """Lines for the log about long captions and captions without words."""
         if (about := self.dataset.describe()).conditioning != "text":
             return []
         words = {each.row: each.words for each in self.looks}
@@ -174,8 +173,7 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """Text with the numbers of opened and bad rows. With several sources, it also has each source's number of
-        samples."""
+        """Text with the numbers of opened and bad rows and, for several sources, of each source's samples."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.describe().sources) is None:
             return rows
@@ -185,7 +183,7 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """Draw a PNG of thumbnails, with the caption or class and the size below each."""
+    """Draw a PNG of thumbnails. Below each are its caption or class, and its size."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
     lines: list[list[tuple[int, Look]]] = []  # (column, look) pairs of each line
@@ -240,7 +238,7 @@ def draw_histograms(found: Findings) -> bytes:
     import matplotlib
 
     with matplotlib.rc_context({"font.family": families()}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the HTML page shows such captions completely
+        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the HTML page shows the captions completely
         return _draw_histograms(found)
 
 
@@ -299,7 +297,7 @@ def _histogram(axes, values, title: str, label: str, counted: str) -> None:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
         return
     low, high = min(values), max(values)
-    if low == high:  # all values are equal: draw one bar
+    if low == high:  # draw one bar
         axes.bar([low], [len(values)], width=0.1 * abs(low) or 0.1)
         axes.set_xlim(low - (abs(low) or 1), low + (abs(low) or 1))
     else:
@@ -310,7 +308,7 @@ _STYLE = "body{font:14px sans-serif;margin:2em}img{max-width:100%;display:block}
 
 
 def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
-    """Return a self-contained HTML page: the data set's description, bad rows, both pictures, and all captions."""
+    """Return a self-contained HTML page with the data set's description, bad rows, both pictures, and all captions."""
     t = found.tokens
     which = f"every {t.frame_interval}. frame" if t.fps is None else f"{t.fps:g} frames a second"
     how = (
@@ -339,7 +337,7 @@ def _escaped(text: str) -> str:
     return html.escape(printable(text))
 
 
-TIME_LIMIT = 60.0  # maximum seconds to open one row
+TIME_LIMIT = 60.0  # maximum seconds for opening a row
 SHEET, HISTOGRAMS, PAGE = "contact_sheet.png", "histograms.png", "look.html"
 
 
@@ -355,7 +353,7 @@ def run(
     fps: float | None = None,
     **media: Any,
 ) -> None:
-    """Run ``preprocess.py look`` with the values of its flags. media: options of :func:`open_any`.
+    """Run ``preprocess.py look`` with its flags as arguments. media: options for :func:`open_any`.
 
     Raises DataError and writes nothing if no row can be read."""
     refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
@@ -388,8 +386,8 @@ def open_any(
     fps: float | None = None,
     **options: Any,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
-    """Return (data set, (image_size, num_frames, frame_interval)) for ``--data_path``. Clips are included if there are
-    any. These numbers and ``fps`` default to the settings of cached latents, or to 256, 16, 1 and None for other data.
+    """Return (data set, (image_size, num_frames, frame_interval)) for ``--data_path``, with clips if there are any.
+    Missing numbers and ``fps`` come from the settings of cached latents; for other data they are 256, 16, 1 and None.
     options: more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, naming the flag."""
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
@@ -398,8 +396,8 @@ def open_any(
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
-    # Bad files are only reported, so max_bad is 1.0. Open the data set with clips first. If that fails, open it as
-    # pictures, and raise an error of this attempt.
+    # Bad files are only reported, so max_bad is 1.0. Open the data set with clips. If that fails, open it as pictures,
+    # and raise an error of this second attempt.
     options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
@@ -412,7 +410,7 @@ def open_any(
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """Read the indexes of cached latents; for several sources, of the first. Return None for other data."""
+    """Read the indexes of cached latents, or those of the first source. Return None for other data."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):
@@ -425,8 +423,8 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 
 
 def _has_clips(dataset: MediaDataset) -> bool:
-    """Return False if ``PicturesAndClips`` were opened with clips but have none. Other data sets open with clips only
-    if there are some."""
+    """Return False if ``PicturesAndClips`` were opened with clips but contain none. Other data sets can be opened with
+    clips only if they contain some."""
     dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
@@ -438,8 +436,7 @@ def _has_clips(dataset: MediaDataset) -> bool:
 def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
     """Return ``samples`` evenly spaced rows in ascending order, or all rows if there are fewer.
 
-    Each source contributes in proportion to its initial weight, and at least one row. Rows of a small source may
-    repeat."""
+    Each source has at least one row, and rows in proportion to its initial weight. A small source's rows may repeat."""
     sources = dataset.describe().sources
     if sources is None:
         return _spread(len(dataset), min(samples, len(dataset)))
@@ -452,8 +449,8 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """Return ``count`` evenly spaced integers in [0, ``size``), ascending. If ``count`` exceeds ``size``, integers
-    repeat."""
+    """Return ``count`` evenly spaced integers in [0, ``size``), ascending. They repeat if ``count`` exceeds
+    ``size``."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
     return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))
 

@@ -1,4 +1,4 @@
-"""Encode the pictures or clips of a data set, and their captions, once before training.
+"""Encode a data set's pictures or clips, and their captions, once before training.
 
 Every rank encodes the shards ``rank, rank + world_size, ...``. A shard's bytes depend only on the data and the
 settings, not on the number of ranks or on interruptions.
@@ -59,15 +59,15 @@ from opendit.parallel.supervisor import Supervisor
 
 
 class _RowReader(Dataset[Any]):
-    """Map-style dataset that reads batches of rows in a worker process, without mirroring or replacing bad rows."""
+    """Map-style data set that reads batches of rows in a worker process. Bad rows are left out."""
 
     def __init__(self, dataset: MediaDataset):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
-        """Return (rows, labels, captions, media, skipped files). The first four leave out unreadable rows. The media
-        are pictures (B, C, H, W) or clips (B, C, T, H, W); None if all rows are unreadable."""
+        """Return (rows, labels, captions, media, skipped files). The first four have no unreadable rows. The media are
+        pictures (B, C, H, W) or clips (B, C, T, H, W); None if all rows are unreadable."""
         good, labels, captions, pictures, skipped = [], [], [], [], []
         self.dataset.prefetch(rows)
         for row in rows:
@@ -88,10 +88,10 @@ class _RowReader(Dataset[Any]):
 
 @dataclass(frozen=True)
 class FirstFrameEncoder:
-    """Encodes the first frames of clips as inputs of an image-to-video model."""
+    """Encodes clips' first frames as inputs for an image-to-video model."""
 
     width: int  # width of a first frame's tokens; 0 for models without such tokens
-    tokens: PictureTokens | None  # network that makes the tokens
+    tokens: PictureTokens | None  # network that computes the tokens
 
     @classmethod
     def of(cls, folder: Path, family: str, device: torch.device) -> "FirstFrameEncoder | None":
@@ -140,26 +140,26 @@ def make_latents(
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Write the latents of ``dataset`` to tars in ``output``. Complete tars from an earlier run stay. One folder can
-    hold several picture sizes of one data set. All ranks must call this function, with an initialized default process
-    group.
+    """Write the latents of ``dataset`` to tars in ``output``. Complete tars from an earlier run are not encoded again.
+
+    A folder can hold several picture sizes of one data set. All ranks must call this function, with an initialized
+    default process group.
 
     Args:
-        flips: also encode the mirror image of every picture.
+        flips: also encode each picture's mirror image.
         encoder: text encoder; None stores the captions as text.
-        counted: statistics of the captions in the encoder's tokens, for the index; only rank 0 needs them.
-        first: encodes first frames of clips for an image-to-video model.
-        shard_size: samples of a tar.
+        counted: statistics of the captions in the encoder's tokens, for the index; needed on rank 0 only.
+        first: encodes clips' first frames for an image-to-video model.
+        shard_size: samples per tar.
         tar_bytes: approximate maximum bytes of a tar, instead of ``shard_size``.
-        bucket_tokens: maximum number of tokens in a sample, if ``dataset`` is a ShapedDataset.
-        teacher: vision encoder; its features of the pictures are stored, too.
+        bucket_tokens: maximum tokens of a sample, if ``dataset`` is a ShapedDataset.
+        teacher: vision encoder for features of the pictures, which are stored too.
         max_bad: largest tolerated fraction of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
     Return the index on rank 0, None on other ranks. Raises ValueError if ``output`` holds latents with other settings.
-    Raises DataError if more than ``max_bad`` of the files can't be read, or if a latent, feature or embedding overflows
-    its dtype.
-    """
+    Raises DataError if more than ``max_bad`` of the files are unreadable, or if a latent, feature or embedding
+    overflows its dtype."""
     output = Path(output)
     work = _Encoding(dataset, codec, encoder, image_size, flips, teacher, first)
     settings = work.settings(tar_bytes or shard_size, bucket_tokens)
@@ -170,7 +170,7 @@ def make_latents(
     kept = complete_tars(output, settings)
     before = _take_index(output, settings, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, len(plan), world_size)}
-    # Hash every complete shard once. If a hash differs from the index, encode the shard again.
+    # Hash every complete shard once. If a hash is not the index's, encode the shard again.
     names = {shard: all_names[shard] for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
@@ -221,8 +221,8 @@ def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: i
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
-    """Return the rows of every shard, in order. A shard's rows all have one shape. shard_size: for all rows of a shape,
-    returns the number of rows per shard."""
+    """Return the rows of every shard, in order. All rows in a shard have one shape. shard_size: function from all rows
+    of a shape to the number of rows per shard."""
     keys = dataset.shapes().array
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
@@ -243,7 +243,7 @@ def inner(codec: Codec) -> Any:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """Encodes the samples of a data set, and describes the result for the index; see :func:`make_latents`."""
+    """Encodes a data set's samples, and describes the result for the index; see :func:`make_latents`."""
 
     dataset: MediaDataset
     codec: Codec
@@ -262,8 +262,8 @@ class _Encoding:
         return self.dataset.describe().conditioning == "text"
 
     def latent_shape(self, rows: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return a latent's shape: (C, h, w) for a picture, (C, t, h, w) for a clip. rows: rows of one shape; without
-        rows, the sample is a square of ``image_size``."""
+        """Return a latent's shape: (C, h, w) for a picture, (C, t, h, w) for a clip. rows: rows of one shape; () means
+        a square of ``image_size``."""
         shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # picture codecs take (h, w)
         frames = shape[1] if len(shape) == 4 else None
         size: Size = frames or 1, self.image_size, self.image_size
@@ -274,8 +274,8 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, if all captions have the maximum length;
-        at least 1."""
+        """Return how many of ``rows`` fit into a tar of about ``tar_bytes`` if captions have the maximum length; at
+        least 1."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.first:
             numbers += numbers // 2
@@ -286,7 +286,7 @@ class _Encoding:
         return max(1, tar_bytes // (2 * numbers + HEADERS))
 
     def settings(self, shard_size: int, bucket_tokens: int | None) -> dict[str, Any]:
-        """Return all settings that determine the bytes of a shard."""
+        """Return all settings that determine a shard's bytes."""
         about, data = self.dataset.describe(), self.dataset.fingerprint().identity
         settings = {
             "version": VERSION,
@@ -315,7 +315,7 @@ class _Encoding:
     def encode(
         self, batches: Iterable[tuple[Any, ...]], counter: BadFileCounter, bar: Progress
     ) -> tuple[list[CachedSample], list[str]]:
-        """Encode the batches of a shard. Return its samples, and "path: reason" for each skipped file."""
+        """Encode a shard's batches. Return its samples, and "path: reason" for each skipped file."""
         samples, all_skipped = [], []
         for rows, labels, captions, pictures, skipped in batches:
             counter.add(len(rows), skipped)
@@ -374,7 +374,7 @@ class _Encoding:
     def index(
         self, settings: dict[str, Any], entries: list[dict[str, Any]], skipped: list[str], counted: CaptionCount | None
     ) -> dict[str, Any]:
-        """Return the index of ``entries``, see ``LatentsOfOneSize``. counted: see :func:`make_latents`."""
+        """Return the index for ``entries``, see ``LatentsOfOneSize``. counted: see :func:`make_latents`."""
         index = {
             "count": sum(entry["count"] for entry in entries),
             "class_names": list(self.dataset.describe().class_names),
@@ -433,10 +433,10 @@ def run(
     data_timeout: float = 300.0,
     **media: Any,
 ) -> dict[str, Any] | None:
-    """Run ``preprocess.py latents`` with the values of its flags. Each process that torchrun started uses one GPU, if
-    there is one. If one process fails, all end, see ``Supervisor``. Raises ValueError, OSError or DataError.
+    """Run ``preprocess.py latents`` with its flags as arguments. Each process of torchrun uses one GPU, if there is
+    one. If one process fails, all end, see ``Supervisor``. Raises ValueError, OSError or DataError.
 
-    patch: ([frames,] rows, columns), the model's patch. It defines the tokens for ``bucket_tokens`` and for the
+    patch: the model's patch ([frames,] rows, columns), which defines the tokens for ``bucket_tokens`` and for the
     features of ``repa``. media: fields of ``sources.Request`` about how files are read."""
     place = find_place()
     rank, world_size = place.rank, place.world_size
@@ -462,7 +462,7 @@ def run(
         codec = (load_video_codec if use_video else load_codec)(
             vae, channels=about.sample_shape[0], device=device, dtype=dtype
         )
-        _Encoding(dataset, codec, None, image_size, flip).latent_shape()  # raises for sizes that the VAE can't take
+        _Encoding(dataset, codec, None, image_size, flip).latent_shape()  # raises for sizes that the VAE can't encode
         if bucket_tokens is not None:
             dataset = crop_media(
                 dataset,
@@ -500,8 +500,7 @@ def run(
             print(f"encoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
         counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
         if world_size > 1:
-            # The timeout is long, because ranks wait only at the start and the end. The last may finish long after the
-            # first.
+            # A long timeout, because the last rank may finish long after the first.
             store = dist.PrefixStore("default", meet(place))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=30))
         index = make_latents(
@@ -536,8 +535,8 @@ def run(
 def _load_encoder(
     name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype, precision: str
 ) -> AnyEncoder:
-    """Load the text encoder ``name`` in ``dtype``. With ``pretrained``, load the text encoders of its family from the
-    folder ``name`` in bfloat16, the dtype of training."""
+    """Load the text encoder ``name`` in ``dtype``. With ``pretrained``, load that family's text encoders from the
+    folder ``name`` in bfloat16, as in training."""
     how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
         model = name_of_folder(pretrained) or ""
@@ -562,8 +561,8 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 
 
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
-    """Return the dtype of the networks: fp32 on a CPU, else the dtype of ``mixed_precision``. auto: dtype for
-    ``--mixed_precision auto`` on a GPU. The default is fp16, because latents are stored in fp16."""
+    """Return the networks' dtype: fp32 on a CPU, else that of ``mixed_precision``. auto: dtype for ``--mixed_precision
+    auto`` on a GPU, by default fp16, because latents are stored in fp16."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

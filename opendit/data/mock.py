@@ -13,16 +13,15 @@ from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 
 ROWS, CLASSES, PIXEL_CHANNELS = 2**17, 1000, 3
-_LATENT, _TEXT = 0, 1  # the two random streams of each row
+_LATENT, _TEXT = 0, 1  # each row's two random streams
 
 
 class MockDataset(MediaDataset):
     """Random data in the format of cached latents.
 
-    ``x`` has means from N(0, 1), keyed by seed and row, and deviations of 0: (2C, h, w) or (2C, t, h, w). ``vae``,
+    ``x`` is (2C, h, w) or (2C, t, h, w): means from N(0, 1), keyed by seed and row, and deviations of 0. ``vae``,
     ``image_size`` and ``num_frames`` (None for pictures) determine the shape. Each row has one of ``num_classes``
-    labels (None: ``CLASSES``), or a caption if there is a ``text_encoder``. Any encoder except ``bytes`` adds random
-    embeddings.
+    labels, or a caption if there is a ``text_encoder``. Any encoder except ``bytes`` adds random embeddings.
 
     Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or for sizes that the VAE can't encode."""
 
@@ -51,8 +50,8 @@ class MockDataset(MediaDataset):
         self.vae, self.seed = vae, seed
         self.has_captions = text_encoder is not None
         self.class_names = [] if text_encoder else [str(label) for label in range(num_classes or CLASSES)]
-        # Embeddings stand in for a frozen encoder's output. The bytes encoder needs text, because it is trained with
-        # the model.
+        # Random embeddings replace a frozen encoder's output. The bytes encoder is trained with the model and needs
+        # text.
         self.text_encoder = text_encoder if text_encoder != "bytes" else None
         self.max_tokens, self.empty_caption = 0, None
         if self.text_encoder:

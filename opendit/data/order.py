@@ -1,8 +1,8 @@
 """Choose the samples of each training step, as a pure function of (seed, step).
 
-A run that resumes at any step draws the same samples as an uninterrupted run. The global batches do not depend on the
-number of ranks or workers. A schedule computes each sample from its position in the run, with three kinds of random
-sequences: keyed permutations, pools of rows, and mixtures.
+After a resume, a run continues with the samples of an uninterrupted run. Global batches do not depend on the number of
+ranks or workers. A schedule computes each sample from its position in the run. It uses three kinds of random sequences:
+keyed permutations, pools of rows, and mixtures.
 """
 
 import math
@@ -20,22 +20,21 @@ from opendit.diffusion.random import philox4x32
 SORTED = 2**16  # larger permutations are Feistel networks
 ROUNDS = 8  # rounds of the Feistel network
 FEW = 32  # with more distinct keys, sorting is faster than comparing
-CHUNK = 1024 * 1024  # keys compared at once
-_BLOCK = 1024  # keys per block in RowsByKey's table of counts
+CHUNK = 1024 * 1024  # keys to compare at once
+_BLOCK = 1024  # keys per block in the table of counts in RowsByKey
 
 
 # ------------------------------------------------------------------------------------------ permutations
 
 
 def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
-    """Return entries of the permutation of the numbers below ``size`` for (seed, domain, epoch).
+    """Return entries of the permutation of [0, ``size``) for (seed, domain, epoch), as (n,) int64.
 
-    A large permutation is a Feistel network over a number's two digits in mixed radix, with cycle walking (Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3). The round function is Philox.
-    Feistel networks are poor on very small domains. Therefore up to ``SORTED`` numbers are sorted by random Philox
-    words instead.
+    A large permutation is a Feistel network over the two digits of a number in mixed radix, with cycle walking (Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3). The round function is Philox.
+    On small domains Feistel networks are poor, so up to ``SORTED`` numbers are sorted by random Philox words instead.
 
-    positions: (n,) int64 below ``size``. size: at most 2^61. domain: below 2^32. Return (n,) int64."""
+    positions: (n,) int64 below ``size``. size: at most 2^61. domain: below 2^32."""
     if size <= SORTED:
         return _sorted(size, seed % 2**64, domain, epoch)[positions].astype(np.int64)
     sizes, domains, epochs = (np.full(len(positions), of) for of in (size, domain, epoch))
@@ -58,14 +57,14 @@ def permuted_each(
 
 @lru_cache(maxsize=64)
 def _sorted(size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
-    # numpy guarantees that raw Philox words never change, but not that Generator.permutation never changes.
+    # numpy guarantees stable results for raw Philox words, but not for Generator.permutation.
     key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 0, domain, 1], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.uint16)
 
 
 def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Apply the Feistel network to each number until the result is below the number's size."""
+    """Apply the Feistel network to each number, again until the result is below the number's size."""
     out, outside = positions.copy(), np.arange(len(positions))
     while len(outside):
         out[outside] = _feistel(out[outside], sizes[outside], domains[outside], epochs[outside], seed)
@@ -74,7 +73,7 @@ def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs:
 
 
 def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Apply the network to ``numbers``. The product of its two bases is slightly above ``sizes``, or equal."""
+    """Apply the network to ``numbers``. The product of the two bases is the size, or slightly larger."""
     different, of = np.unique(sizes, return_inverse=True)
     roots = np.array([math.isqrt(size - 1) + 1 for size in different.tolist()], dtype=np.int64)
     bases = tuple(torch.from_numpy(base[of]) for base in (roots, -(-different // roots)))
@@ -91,7 +90,7 @@ def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs
 
 
 class Pool(NamedTuple):
-    """An endless sequence of rows: in every epoch, a new keyed permutation of ``size`` rows."""
+    """An endless sequence of rows. Every epoch is a new keyed permutation of ``size`` rows."""
 
     size: int
     domain: int  # see :func:`permuted`
@@ -99,7 +98,7 @@ class Pool(NamedTuple):
 
 
 def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray, seed: int) -> np.ndarray:
-    """Return the data set's rows at ``positions[i]`` in the sequence ``pools[of[i]]``. All arrays are (n,) int64."""
+    """Return the row at ``positions[i]`` in the sequence ``pools[of[i]]`` for each i. All arrays are (n,) int64."""
     rows = np.empty(len(positions), dtype=np.int64)
     used, number = np.unique(of, return_inverse=True)
     chosen = [pools[each] for each in used.tolist()]
@@ -113,10 +112,10 @@ def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray, seed: 
 
 
 class RowsByKey:
-    """Index that finds the n-th row with a given key, without a list of all rows.
+    """Index that finds the n-th row with a key, without a list of all rows.
 
-    keys: (rows,) key of each row; may be memory-mapped. values: the distinct keys, sorted. totals: number of rows for
-    each distinct key."""
+    keys: (rows,) key of each row, perhaps memory-mapped. values: sorted distinct keys. totals: number of rows for each
+    distinct key."""
 
     def __init__(self, keys: np.ndarray):
         self.keys = keys = np.asarray(keys)  # a plain array view, because slicing np.memmap is slow
@@ -131,11 +130,11 @@ class RowsByKey:
         ]
         blocks = -(-len(keys) // _BLOCK)
         table = np.concatenate(counts).reshape(len(self.values), blocks) if counts else np.zeros((0, 0), np.int64)
-        self._ends = np.cumsum(table, axis=1)  # (values, blocks): rows of each key before each block's end
+        self._ends = np.cumsum(table, axis=1)  # (values, blocks): number of rows with each key up to each block's end
         self.totals = [int(ends[-1]) for ends in self._ends]
 
     def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
-        """Return rows with the key ``values[value]``: the entries ``numbers`` (n,) in the list of all such rows."""
+        """Return some rows with the key ``values[value]``, by their numbers (n,) among all such rows."""
         ends, rows = self._ends[value], np.empty(len(numbers), dtype=np.int64)
         blocks = np.searchsorted(ends, numbers, side="right")
         for block in np.unique(blocks).tolist():
@@ -146,11 +145,11 @@ class RowsByKey:
 
 
 def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return keys that are not among ``values``, with repetitions; for more than ``FEW`` values, all keys."""
+    """Return keys that are not in ``values``, with repetitions. For more than ``FEW`` values, return all keys."""
     if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
-    for value in values:  # comparing takes a hundredth of the time of sorting
+    for value in values:  # a comparison takes a hundredth of the time of sorting
         other &= keys != value
     return keys[other]
 
@@ -161,12 +160,12 @@ def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 class Mixture:
     """An endless random sequence of components, such as sources or shapes, in fixed proportions.
 
-    The sequence consists of blocks. On average, a block has ``rate_c`` elements of component c. The first b blocks
-    contain component c floor(b * rate_c) times. The order within a block is a keyed permutation.
+    The sequence consists of blocks. The first b blocks contain component c floor(b * rate_c) times. The order within a
+    block is a keyed permutation.
 
     stages: (first position, rates), ascending; the first stage begins at position 0. Counts of components continue from
-    stage to stage. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: True numbers the elements of a
-    component in order. False numbers them in any order within a block; then blocks may be very long."""
+    stage to stage. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: True numbers a component's
+    elements in order. False allows any order within a block, which is faster for very long blocks."""
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int, domain: int, in_order: bool = True):
         self._starts = [start for start, _ in stages]
@@ -176,8 +175,8 @@ class Mixture:
             self._counts.append(self._counts[-1] + self._stages[number].counts(start - self._starts[number]))
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each position in [start, stop), return its component and the component's number of earlier elements;
-        int64."""
+        """Return, for each position in [start, stop), its component and the number of earlier elements in this
+        component; int64."""
         components, ranks = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for stage, first, end, counts in zip(
             self._stages, self._starts, [*self._starts[1:], stop], self._counts, strict=True
@@ -190,12 +189,12 @@ class Mixture:
         return np.concatenate(components), np.concatenate(ranks)
 
     def counts(self, position: int) -> np.ndarray:
-        """Count the positions before ``position`` for each component; (components,) int64."""
+        """Return the number of elements of each component before ``position``; (components,) int64."""
         number = self._stage(position)
         return self._counts[number] + self._stages[number].counts(position - self._starts[number])
 
     def block(self, position: int) -> int:
-        """Return the index of the block that contains a position, counted from the start of the stage."""
+        """Return the index of a position's block, counted from the start of the stage."""
         number = self._stage(position)
         return self._stages[number].block(position - self._starts[number])
 
@@ -264,10 +263,10 @@ class _Stage:
 
 KEYED = "keyed"  # the order of samples in checkpoints; old ones have "sorted" or no name
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations; ``random.Stream`` has others
-MANY_EPOCHS = 10_000  # epochs over which the steps per epoch are averaged
-WINDOW = 1024  # rows computed at once; one step if it has more
-_SAMPLES, _PARTS = 128, 16  # mean sizes of blocks: samples for sources, micro-batches for shapes
-_MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend, so that domains do not overlap
+MANY_EPOCHS = 10_000  # number of epochs for the mean number of steps
+WINDOW = 1024  # rows to compute at once; one step if it has more
+_SAMPLES, _PARTS = 128, 16  # mean lengths of blocks: in samples for sources, in micro-batches for shapes
+_MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes in a blend, so that domains do not overlap
 
 
 Key = TypeVar("Key", bound=tuple)
@@ -277,18 +276,17 @@ class StepRows(NamedTuple):
     """The samples of a step."""
 
     rows: list[int]  # in order of position
-    ends: Sequence[
-        int
-    ]  # for each unit of the step (see ``BatchSchedule``), the index in ``rows`` after its last sample
+    # For each unit (see ``BatchSchedule``), the index in ``rows`` after its last sample.
+    ends: Sequence[int]
 
 
 class BatchSchedule:
     """A schedule that draws every row once per epoch, in a new random order. A global batch may contain the end of one
     epoch and the beginning of the next.
 
-    global_batch: units of one optimizer step = batch_size x data-parallel ranks x grad_accumulation. A unit is one
-    sample; in subclasses a unit may have several samples. Raises ValueError if the data set has fewer than
-    ``global_batch`` samples."""
+    global_batch: units in an optimizer step = batch_size x data-parallel ranks x grad_accumulation. A unit is one
+    sample, or in subclasses several samples. Raises ValueError if the data set has fewer than ``global_batch``
+    samples."""
 
     packed = False  # True if a micro-batch may have samples of different sizes
     passes: str | None = None  # describes an epoch in the log at the start of a run
@@ -307,13 +305,13 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """Number of parts in a global batch. Each part has samples of one shape, and is one micro-batch of every rank.
-        None if all samples have one shape, or if a micro-batch may mix shapes."""
+        """Number of micro-batches in a global batch, if a micro-batch must have one shape on all ranks. None if all
+        samples have one shape, or if a micro-batch may mix shapes."""
         return None
 
     @property
     def rows_of_step(self) -> int:
-        """Maximum number of rows in a step."""
+        """Maximum rows in a step."""
         return self.global_batch
 
     @property
@@ -323,7 +321,7 @@ class BatchSchedule:
 
     @property
     def mean_steps_per_epoch(self) -> float:
-        """Mean number of steps in a pass over the data, a fraction."""
+        """Mean number of steps per pass over the data, a fraction."""
         return self.steps(MANY_EPOCHS) / MANY_EPOCHS
 
     def steps(self, epochs: int) -> int:
@@ -335,7 +333,7 @@ class BatchSchedule:
         return self.dataset_size
 
     def drawn(self, step: int) -> int:
-        """Return the number of samples in the steps before ``step``."""
+        """Return the number of samples in all steps before ``step``."""
         return step * self.global_batch
 
     def epoch(self, step: int) -> int:
@@ -347,17 +345,17 @@ class BatchSchedule:
         return self._of_step(step).rows
 
     def ends(self, step: int) -> Sequence[int]:
-        """Return :attr:`StepRows.ends` of ``step``, for its ``global_batch`` units."""
+        """Return :attr:`StepRows.ends` for the ``global_batch`` units of ``step``."""
         return self._of_step(step).ends
 
     def share(self, step: int, micro: int, rank: int, ranks: int, units: int) -> range:
         """Return the positions in :meth:`rows` that ``rank`` reads for micro-batch ``micro``. ranks: number of
-        data-parallel ranks. units: units in one rank's micro-batch."""
+        data-parallel ranks. units: units in a micro-batch of one rank."""
         first, ends = (micro * ranks + rank) * units, self.ends(step)
         return range(ends[first - 1] if first else 0, ends[first + units - 1])
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return a micro-batch's keys in the order in which to read them. The first field of a key is the row."""
+        """Return a micro-batch's keys in reading order. A key's first field is the row."""
         return keys
 
     def log(self, step: int) -> dict[str, Any]:
@@ -369,17 +367,17 @@ class BatchSchedule:
         return None
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """Return the state that a checkpoint after ``step`` steps needs to resume, or None."""
+        """Return the state that is needed to resume after ``step`` steps, or None."""
         return None
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        """Return the rows of the run's samples ``start`` to ``stop`` - 1, counted across all steps, int64. Only for
+        """Return the rows of samples ``start`` to ``stop`` - 1, counted from the start of the run, int64. Only for
         schedules with one sample per unit."""
         places = np.arange(start, stop)
         return rows_of([Pool(self.dataset_size, POOLS, np.asarray)], np.zeros_like(places), places, self.seed)
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (:meth:`rows_between`, source of each row, number of the pass over this source, from 0), int64."""
+        """Return (:meth:`rows_between`, each row's source, number of the pass over this source, from 0), int64."""
         places = np.arange(start, stop)
         return self.rows_between(start, stop), np.zeros_like(places), places // self.dataset_size
 
@@ -403,14 +401,14 @@ class BatchSchedule:
 class BucketSchedule(BatchSchedule):
     """A schedule for rows of several shapes. A micro-batch has rows of one shape, over all ranks.
 
-    A global batch is cut into ``micro_batches`` parts; unit u belongs to part u // (global_batch / micro_batches). Each
-    shape's rows come in consecutive permutations, cut into parts. Rows that do not fill a part at the end of an epoch
-    begin the shape's first part in the next epoch. An epoch consists of all complete parts, in keyed order.
+    A micro-batch over all ranks is called a part. Each shape's rows come in consecutive permutations, which are cut
+    into parts. Rows that do not fill a part at the end of an epoch begin the shape's first part in the next epoch. An
+    epoch consists of all complete parts, in keyed order.
 
-    The samples of a step depend only on (seed, global batch, micro_batches).
+    A step's samples depend only on (seed, global batch, micro_batches).
 
-    keys: the shape key of every row. samples: number of samples in a unit, for each shape in order of key; None means
-    one. Raises ValueError if an epoch has too few rows for a step."""
+    keys: each row's shape key. samples: samples per unit for each shape, in order of key; None means one. Raises
+    ValueError if an epoch has too few rows for a step."""
 
     def __init__(
         self,
@@ -468,8 +466,8 @@ class BucketSchedule(BatchSchedule):
 
 
 def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: int) -> list[StepRows]:
-    """Join every ``micro_batches`` consecutive parts to a step. parts: the rows of each part. samples: for each part,
-    the number of samples in a unit."""
+    """Join every ``micro_batches`` consecutive parts to a step. parts: rows of each part. samples: samples per unit in
+    each part."""
     found = []
     for first in range(0, len(parts), micro_batches):
         rows: list[int] = []
@@ -483,7 +481,7 @@ def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: in
 
 
 def units_of_part(global_batch: int, micro_batches: int) -> int:
-    """Return the units in a micro-batch, over all ranks. Raises ValueError if the parts are not equal."""
+    """Return the units in a micro-batch, over all ranks. Raises ValueError if micro-batches can't be equal."""
     if micro_batches < 1 or global_batch % micro_batches:
         raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
     return global_batch // micro_batches
@@ -494,21 +492,21 @@ def units_of_part(global_batch: int, micro_batches: int) -> int:
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The sources of a data set's rows, and the proportions in which they are drawn."""
+    """The sources of a data set's rows, and their proportions in training."""
 
     names: tuple[str, ...]
-    # (sources,) end of each source's rows. A source begins at the end of the previous source.
+    # (sources,) end of each source's rows. A source begins at the end of the source before it.
     ends: tuple[int, ...]
-    # (first step, weight of each source), ascending by step; the first stage begins at step 0. Weights may have any
-    # sum. A source with weight 0 is not drawn.
+    # (first step, each source's weight), ascending by step; the first stage begins at step 0. Weights may have any sum.
+    # A source with weight 0 is not drawn.
     stages: tuple[tuple[int, tuple[Fraction, ...]], ...]
     epoch: int  # number of samples in a pass over the data
-    # How often a pass draws each source; None if the user gave weights. With epochs, the weights of the first stage are
-    # epochs x sizes.
+    # Each source's number of repetitions in a pass; None if the user gave weights. The weights of the first stage are
+    # then epochs x sizes.
     epochs: tuple[Fraction, ...] | None = None
 
     def of_rows(self, ends: Sequence[int]) -> "SourceRows":
-        """Return these sources for some of the rows, renumbered from 0. ends: the new ``ends``."""
+        """Return these sources for a subset of the rows, renumbered from 0. ends: the new ``ends``."""
         left = replace(self, ends=tuple(ends))
         if self.epochs is None:
             return replace(left, epoch=round(self.epoch * ends[-1] / self.ends[-1]))
@@ -526,12 +524,12 @@ class SourceRows:
                 raise ValueError(f"the source {name} has no samples")
 
     def count(self, rows: np.ndarray) -> np.ndarray:
-        """Count each source's rows among ``rows``; (sources,) int64."""
+        """Count each source's rows in ``rows``; (sources,) int64."""
         return np.bincount(np.searchsorted(self.ends, rows, side="right"), minlength=len(self.ends))
 
     def log(self, counts: np.ndarray) -> dict[str, Any]:
         """Return {"sources": {name: {"share": fraction of all samples so far, "epoch": passes over the source}}}.
-        counts: number of samples drawn from each source."""
+        counts: number of samples from each source so far."""
         seen, found = int(counts.sum()), {}
         for name, count, size in zip(self.names, counts.tolist(), self.sizes, strict=True):
             found[name] = {"share": count / seen if seen else None, "epoch": count / size}
@@ -539,15 +537,13 @@ class SourceRows:
 
 
 class BlendSchedule(BatchSchedule):
-    """A schedule that mixes several sources in proportion to their weights. Each source's rows come in consecutive
-    permutations.
+    """A schedule that mixes several sources by weight. Each source's rows come in consecutive permutations.
 
-    If rows have several shapes, a micro-batch has samples of one shape, from all sources with this shape. Then each
-    shape in a source has separate permutations.
+    If rows have several shapes, a micro-batch has samples of one shape, from all sources with this shape. Rows are then
+    permuted separately for each shape and source.
 
-    keys: the shape key of every row; None if all rows have one shape. samples: number of samples in a unit, for each
-    shape in order of key; None means one. Raises ValueError if there are fewer rows than a global batch, or a source
-    has no rows."""
+    keys: each row's shape key; None if all rows have one shape. samples: samples per unit for each shape, in order of
+    key; None means one. Raises ValueError if there are fewer rows than a global batch, or a source has no rows."""
 
     def __init__(
         self,
@@ -575,8 +571,8 @@ class BlendSchedule(BatchSchedule):
             )
         self._cut = micro_batches if self._shaped else 1
         units = units_of_part(global_batch, self._cut)
-        self._part = [units * count for count in self._samples]  # samples of a micro-batch, over all ranks
-        # _shares: for each source, the fraction of its rows per shape. _pools: one ``Pool`` for each source and shape.
+        self._part = [units * count for count in self._samples]  # samples in a micro-batch, over all ranks
+        # _shares: for each source, the fraction of its rows in each shape. _pools: one ``Pool`` per shape and source.
         self._shares, self._pools = [], []
         self._place: dict[tuple[int, int], int] = {}  # (shape, source) -> index of the pool
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):
@@ -591,7 +587,7 @@ class BlendSchedule(BatchSchedule):
         rates = [(step * self._cut, _rates(self._of_parts(table), Fraction(_PARTS))) for step, table in cells]
         self._parts = Mixture(rates, seed, PARTS)
         begins = [self._parts.counts(start) * self._part for start, _ in rates]
-        # A pass over the data is a number of complete blocks. So at its end, the sources' counts match the weights.
+        # A pass is a number of complete blocks, so that the sources' counts at its end match the weights.
         block = Fraction(sources.epoch, max(1, round(sources.epoch / _SAMPLES)))
         self._mixtures = []
         for shape in range(len(values)):
@@ -618,7 +614,7 @@ class BlendSchedule(BatchSchedule):
 
     def steps(self, epochs: int) -> int:
         samples, low, high = epochs * self.sources.epoch, 0, epochs * self.sources.epoch // min(self._part) + 1
-        while low < high:  # bisect for the largest number of steps that draw at most ``samples`` samples
+        while low < high:  # bisect for the most steps that draw at most ``samples`` samples
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.drawn(middle) <= samples else (low, middle - 1)
         return low
@@ -634,7 +630,7 @@ class BlendSchedule(BatchSchedule):
         return int((self._parts.counts(step * self._cut) * self._part).sum())
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return the fields of :meth:`SourceRows.log` for the samples before ``step``."""
+        """Return :meth:`SourceRows.log` for the samples before ``step``."""
         return self.sources.log(self.consumed(step))
 
     def consumed(self, step: int) -> np.ndarray:
@@ -656,11 +652,11 @@ class BlendSchedule(BatchSchedule):
         if not self._shaped:
             return super()._steps(steps)
         shapes, ranks = self._parts.locate(steps.start * self._cut, steps.stop * self._cut)
-        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: start of each part in ``rows``
+        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: each part's start in ``rows``
         sizes = np.array(self._part)[shapes]
         for shape in np.unique(shapes).tolist():
             here, part = shapes == shape, self._part[shape]
-            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all parts between are needed
+            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all parts in between are needed
             found.append(self._of_shape(shape, first * part, (last + 1) * part))
             begins[here] = total + (ranks[here] - first) * part
             total += (last + 1 - first) * part
@@ -670,8 +666,7 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """For samples ``start`` to ``stop`` - 1 of a shape, return pools (of one shape and source) and positions in the
-        pools."""
+        """Return (indices of pools, positions in these pools) for samples ``start`` to ``stop`` - 1 of a shape."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers
@@ -682,6 +677,6 @@ def _select(start: int, select, numbers: np.ndarray) -> np.ndarray:
 
 
 def _rates(weights: list[Fraction], block: Fraction) -> list[Fraction]:
-    """Scale the weights to the sum ``block``. If all weights are 0, return them unchanged."""
+    """Scale the weights to the sum ``block``. Weights that are all 0 are returned unchanged."""
     total = sum(weights)
     return [weight / total * block for weight in weights] if total else weights

@@ -1,13 +1,12 @@
 """Choose the samples in the packs of each step.
 
-Samples come in the same keyed order as without packs. The order is cut into windows. Each window fills complete steps
-of packs. Samples that do not fit wait, and are placed first in the next window. So the packs depend only on the seed,
-the data set and the sizes of packs and steps. A checkpoint stores the start of the current window.
+Samples come in the same keyed order as without packs. The order is cut into windows, and each window fills complete
+steps of packs. Samples that do not fit wait for the next window, where they are placed first. So the packs depend only
+on the seed, the data set and the sizes of packs and steps. A checkpoint stores the start of the current window.
 
 A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass,
-samples that do not fill a step are combined with samples from the next pass. While a sample of pass p waits, samples of
-its source are placed only up to pass p + 1. So the numbers of times that two samples of a source were seen differ by at
-most two.
+samples that do not fill a step are combined with samples from the next pass. While a sample from pass p waits, its
+source continues at most to pass p + 1. So no sample is seen over two times more than another sample of its source.
 """
 
 from collections import Counter, OrderedDict
@@ -22,28 +21,28 @@ import numpy as np
 from opendit.data.order import PARTS, BatchSchedule, BlendSchedule, Key, SourceRows, permuted
 from opendit.data.shaped import Lengths, summary_of
 
-WINDOW = 192  # packs planned at once, rounded up to complete steps
+WINDOW = 192  # packs to plan at once, rounded up to complete steps
 SPARE = 0.02  # extra fraction of tokens that a window considers
-SAMPLED = 4  # full windows planned to estimate the mean fill
+SAMPLED = 4  # full windows to plan for estimating the mean fill
 PASSES = 16  # after this many passes over the data, fewer windows are enough
 COUNTED = 4096  # minimum samples in these windows
 KEPT = 16  # maximum steps in memory, in full windows
 EVERY = 64  # full windows between two stored window starts
-_CHUNK = 4096  # samples looked up at once
+_CHUNK = 4096  # samples to look up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 
 def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
-    """Return the cost of samples with these lengths, float64, in tokens of a model without attention. attention: the
-    length at which attention takes as long as the linear layers, such as 6 x the width of a DiT."""
+    """Return the cost of samples with these lengths, float64, in tokens of a model without attention. attention: length
+    at which attention takes as long as the linear layers, such as 6 x the width of a DiT."""
     return lengths * (1 + lengths / attention)
 
 
 class Packer:
-    """Fills ``count`` packs of ``capacity`` tokens so that all packs are nearly full and have nearly equal costs.
+    """Fills ``count`` packs of ``capacity`` tokens so that packs are nearly full and have nearly equal costs.
 
-    Samples are placed longest first. Each goes to the pack with the lowest cost so far among the packs with room for it
-    (LPT, Graham 1969, with a capacity). Exchanging two samples afterwards can't fill a pack.
+    Samples are placed longest first, each into the cheapest pack with enough room (LPT, Graham 1969, with a capacity).
+    Samples are not exchanged afterwards.
 
     least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: the sample numbers in each
     pack."""
@@ -54,12 +53,13 @@ class Packer:
         self._room = [capacity] * count
         # Heap of (cost, pack) for packs that had room when last examined.
         self._open = [(0.0, pack) for pack in range(count)]
-        # Heap of (-room, cost, pack) for packs that were too full. A pack returns to ``_open`` when a sample fits.
+        # Heap of (-room, cost, pack) for packs without room for a sample so far. A pack returns to ``_open`` when one
+        # fits.
         self._shut: list[tuple[int, float, int]] = []
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Place the samples ``numbers`` (n,) with ``lengths`` (n,) int64 tokens. Return the samples that fit into no
-        pack. Samples of earlier calls stay in the packs. Samples of equal length stay in order."""
+        """Place the samples ``numbers`` (n,) with ``lengths`` (n,) int64 tokens, and keep earlier samples. Return the
+        samples that fit into no pack. Samples of equal length stay in order."""
         order = np.argsort(-lengths, kind="stable")
         work = work_of(lengths[order], self.attention).tolist()
         left, room, open_packs, shut = [], self._room, self._open, self._shut
@@ -87,8 +87,8 @@ class Beginning:
 
     step: int  # first step of the window
     position: int  # first position that no window has considered
-    carry: tuple[int, ...] = ()  # earlier positions of waiting samples, ascending
-    # positions at which a blend's weights have changed so far; the first is 0
+    carry: tuple[int, ...] = ()  # positions of samples that wait, ascending
+    # positions at which a blend's weights have changed; the first is 0
     stages: tuple[int, ...] = (0,)
 
 
@@ -97,15 +97,15 @@ class _Samples(NamedTuple):
 
     places: np.ndarray  # positions in the order of samples
     rows: np.ndarray  # rows of the data set
-    sources: np.ndarray  # source of each sample
-    passes: np.ndarray  # pass over the source, from 0
-    lengths: np.ndarray  # tokens of each sample
+    sources: np.ndarray  # each sample's source
+    passes: np.ndarray  # number of the pass over this source, from 0
+    lengths: np.ndarray  # each sample's tokens
 
     def of(self, which: Any) -> "_Samples":
         return _Samples(*(field[which] for field in self))
 
     def levels(self) -> np.ndarray:
-        """Return each sample's pass minus the pass of its source's first sample, (n,) int64."""
+        """Return each sample's pass, counted from the first pass of its source here; (n,) int64."""
         _, first, source = np.unique(self.sources, return_index=True, return_inverse=True)
         return self.passes - self.passes[first][source]
 
@@ -115,7 +115,7 @@ def _joined(parts: list[_Samples]) -> _Samples:
 
 
 class _Window(NamedTuple):
-    rows: list[list[int]]  # rows of each step, pack after pack
+    rows: list[list[int]]  # each step's rows, pack after pack
     ends: list[list[int]]  # for each step, the ends of the packs in ``rows``
     places: list[np.ndarray]  # for each step, positions in the order of samples
     filled: int  # tokens in all packs
@@ -125,14 +125,14 @@ class _Window(NamedTuple):
 
 
 class PackSchedule(BatchSchedule):
-    """A schedule with packs as units. The samples in a pack are sorted by descending length; samples of equal length
-    stay in order. A step's packs have nearly equal costs. They are sorted by cost, so that the packs of one micro-batch
-    are the most similar.
+    """A schedule with packs as units. A step's packs have nearly equal costs, and are sorted by cost, so that a
+    micro-batch has the most similar packs. In a pack, samples are sorted by descending length; equal lengths stay in
+    order.
 
     Args:
-        tokens: (rows,) number of tokens in each row's sample.
-        capacity: tokens of a pack.
-        global_batch: packs of one optimizer step = batch_size x data-parallel ranks x grad_accumulation.
+        tokens: (rows,) each row's number of tokens.
+        capacity: tokens in a pack.
+        global_batch: packs in an optimizer step = batch_size x data-parallel ranks x grad_accumulation.
         sources: the sources, if the data set has several.
         attention: see ``work_of``.
 
@@ -183,7 +183,7 @@ class PackSchedule(BatchSchedule):
         return window.ends[place]
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the keys by descending length of the samples, because a rank joins several packs into one sequence."""
+        """Return the keys by descending sample length, because a rank joins several packs into one sequence."""
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
@@ -195,8 +195,8 @@ class PackSchedule(BatchSchedule):
         return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
-        """Return the number of complete steps in ``epochs`` passes, at least one. Beyond the first windows, the number
-        is an estimate from the fill of these windows and the mean sample length in each stage."""
+        """Return the number of complete steps in ``epochs`` passes, at least one. After the first windows, the number
+        is estimated from their fill and each stage's mean sample length."""
         drawn, fill = self._counted()
         samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
         if samples < drawn[-1]:
@@ -211,7 +211,7 @@ class PackSchedule(BatchSchedule):
         raise AssertionError("the last stage has no end")
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return {"fill": fraction of the last step's tokens that is not padding}, and "sources" for a blend."""
+        """Return {"fill": fraction of tokens without padding in the last step}, and "sources" for a blend."""
         tokens = int(self.tokens[self.rows(max(min(self._beginnings), step - 1))].sum(dtype=np.int64))
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
@@ -222,8 +222,8 @@ class PackSchedule(BatchSchedule):
         return found
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """Implement ``BatchSchedule.seen`` for a single source. All samples before the current position were drawn,
-        except waiting samples and samples in later steps of the window."""
+        """Implement ``BatchSchedule.seen`` for a single source. Samples before the window's end were drawn, except
+        waiting samples and samples in the window's later steps."""
         if self.sources is not None:
             return None
         begin, waiting = self._after(step)
@@ -245,12 +245,11 @@ class PackSchedule(BatchSchedule):
 
     @property
     def fill(self) -> float:
-        """Fraction of the tokens in the first windows' packs that is not padding."""
+        """Fraction of tokens without padding in the first windows' packs."""
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
-        """Return the cumulative number of samples drawn in the first steps, (steps + 1,) int64, and the fraction of the
-        packs' tokens that is not padding."""
+        """Return (cumulative number of samples in the first steps, (steps + 1,) int64; :attr:`fill`)."""
         if self._first_steps is None:
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)
@@ -264,7 +263,7 @@ class PackSchedule(BatchSchedule):
         return self._first_steps
 
     def _mean_lengths(self) -> list[tuple[float, float]]:
-        """Return (first step, mean tokens of a sample) for each stage of the blend."""
+        """Return (first step, mean tokens per sample) for each stage of the blend."""
         if self.sources is None:
             return [(0.0, self._summary.mean)]
         starts, ends = [0, *self.sources.ends[:-1]], self.sources.ends
@@ -277,7 +276,8 @@ class PackSchedule(BatchSchedule):
     # ------------------------------------------------------------------------------------- state of a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state for a checkpoint after ``step`` steps, for JSON: the start of the next step's window."""
+        """Return the state for a checkpoint after ``step`` steps, for JSON: the start of the window with the next
+        step."""
         begin = self._beginning(step)
         return {
             "step": begin.step,
@@ -290,11 +290,11 @@ class PackSchedule(BatchSchedule):
 
     def restore(self, state: dict[str, Any], step: int) -> bool:
         """Continue from the ``state`` that :meth:`state` returned after ``step`` steps. If the size of packs or steps
-        has changed, the remaining samples are packed differently. Checkpoints of old releases lack the window's first
-        step. After such a checkpoint, the run repeats the samples from the start of the window.
+        has changed, the remaining samples are packed differently. Checkpoints from old releases lack the window's first
+        step; the run then repeats the samples from the window's start.
 
-        Return True if the next packs are as in an uninterrupted run. Raises ValueError if the state is damaged, or the
-        blend lists fewer changes of weights than have already happened."""
+        Return True if the next packs are as in an uninterrupted run. Raises ValueError if the state is damaged, or if
+        the blend lists fewer changes of weights than have already happened."""
         carry, stages, begins = tuple(state["carry"]), tuple(state["stages"]), state.get("step", step)
         changes = 1 if self.sources is None else len(self.sources.stages)
         if self.sources is not None and len(stages) > changes:
@@ -322,7 +322,7 @@ class PackSchedule(BatchSchedule):
         return False
 
     def begin_at(self, step: int) -> None:
-        """Start the order of samples at ``step``, for a run without packs before."""
+        """Start the order of samples at ``step``, if the run had no packs before."""
         self._continue_from(Beginning(step, 0))
 
     def _continue_from(self, begin: Beginning) -> None:
@@ -337,8 +337,8 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return the start of the first window from ``step`` on, and the earlier positions that were not drawn before
-        ``step``, (n,) int64."""
+        """Return (start of the first window from ``step`` on, earlier positions that were not drawn before ``step``).
+        The positions are (n,) int64."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)
@@ -376,7 +376,7 @@ class PackSchedule(BatchSchedule):
         stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
         found = self._coming(begin, stages)
         levels, ends = found.levels(), np.cumsum(found.lengths)
-        same = int(np.argmax(levels > 0)) or len(levels)  # samples before any source begins another pass
+        same = int(np.argmax(levels > 0)) or len(levels)  # number of samples before a source begins another pass
         steps = min(self.steps_per_window, int(ends[same - 1]) // step_tokens)
         wanted = steps * step_tokens if steps else self._turn_tokens
         steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
@@ -385,7 +385,7 @@ class PackSchedule(BatchSchedule):
         left = self._fill(packer, found.of(slice(count)), levels[:count], waited)
         lengths, waits = found.lengths[:count], np.sort(np.array([*left, *range(count, waited)], dtype=int))
         position = begin.position + max(0, count - waited)
-        place_of = np.empty(count, dtype=np.int64)  # rank of each sample by descending length
+        place_of = np.empty(count, dtype=np.int64)  # each sample's rank by descending length
         place_of[np.argsort(-lengths, kind="stable")] = np.arange(count)
         by_length = place_of.tolist().__getitem__
         ordered = [sorted(pack, key=by_length) for pack in packer.packs]
@@ -418,8 +418,8 @@ class PackSchedule(BatchSchedule):
         return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
 
     def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
-        """Return the waiting samples and the samples from ``begin`` on, enough for a window. If a source begins another
-        pass earlier, the samples are enough for one step."""
+        """Return the waiting samples and the samples from ``begin`` on, enough for a window. They are only enough for a
+        step if a source begins another pass in the window."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         if waiting is None:
             waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
@@ -436,7 +436,7 @@ class PackSchedule(BatchSchedule):
         return _joined(parts)
 
     def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
-        """Place the samples. The first ``waited`` samples were waiting. Return the samples that do not fit."""
+        """Place the samples, of which the first ``waited`` have waited. Return the samples that do not fit."""
         stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
         cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
         # behind: for each source, the lowest level of a sample that did not fit (see ``_Samples.levels``)
@@ -455,7 +455,7 @@ class PackSchedule(BatchSchedule):
         if self.sources is None:
             return begin.stages
         due = sum(step <= begin.step for step, _ in self.sources.stages)
-        # If two changes are due at one window, only the later one is used.
+        # If a window is due for two changes, only the later one is used.
         return begin.stages + (begin.position,) * (due - len(begin.stages))
 
     def _order(self, stages: tuple[int, ...]) -> BatchSchedule:

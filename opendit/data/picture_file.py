@@ -17,20 +17,20 @@ from opendit.data.base import COLOURS, BadSample, to_pixels
 from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_codes
 from opendit.data.files import TIME_LIMIT, printable, problem
 
-# Maximum pixels of a picture, as in Pillow. A decoded pixel takes 4 bytes, and some modes need 12 for a short time: 2
+# Maximum pixels in a picture, as in Pillow. A decoded pixel takes 4 bytes, and in some modes 12 for a short time: 2
 # GiB.
 MAX_PIXELS = 178_956_970
 MAX_WHOLE_FILE = 2**28  # maximum bytes of a file that Pillow reads completely before decoding
-MAX_SCANS = 500  # maximum scans of a progressive JPEG; about ten are usual, and each takes a decoding pass
-LONGEST = 16  # pictures with a larger ratio of sides are cropped before enlarging
+MAX_SCANS = 500  # maximum scans in a progressive JPEG; about ten are usual, and each takes a decoding pass
+LONGEST = 16  # a picture with a larger ratio of sides is cropped before enlarging
 
 ORIENTATION = 274  # EXIF tag; values from 5 on swap width and height
 SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
 WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. Of the rest,
-# Pillow reads only headers.
+# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. Pillow can't decode
+# the others, only their headers.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
@@ -48,7 +48,7 @@ def picture_suffixes() -> frozenset[str]:
 
 
 def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> tuple[int, int]:
-    """Return a crop's first row and column. down, across: pixels by which the crop can be moved. place: fractions of
+    """Return a crop's first row and column. down, across: pixels by which the crop can move. place: fractions of
     ``down`` and ``across`` in [0, 1); None for the centre."""
     if place is None:
         return down // 2, across // 2
@@ -62,8 +62,8 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
     the shorter side is ``size``, and cropped. The pixels equal ``center_crop_arr`` in guided-diffusion (Dhariwal and
     Nichol), the code behind the reference statistics of published FID numbers.
 
-    One case differs by at most one level of 255: a picture to be enlarged, with a ratio of sides above ``LONGEST``, is
-    cropped first, because ADM's order takes gigabytes. place: see :func:`start_of_crop`."""
+    A picture with a ratio of sides above ``LONGEST`` is cropped before enlarging, because ADM's order takes gigabytes.
+    It differs from ADM's crop by at most one level of 255. place: see :func:`start_of_crop`."""
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -77,14 +77,14 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 
 
 def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, float] | None = None) -> Image.Image:
-    """Return the largest crop with the aspect ratio width : height, resized to width x height pixels. A square crop is
-    :func:`center_crop`."""
+    """Return the largest crop with the aspect ratio width : height, resized to width x height pixels. A square is
+    cropped by :func:`center_crop`."""
     if height == width:
         return center_crop(image, height, place)
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
-    across, down = width / scale, height / scale  # size of the crop in the picture's pixels
+    across, down = width / scale, height / scale  # the crop's size in the picture's pixels
     at = (0.5, 0.5) if place is None else place
     left, top = (image.width - across) * at[1], (image.height - down) * at[0]
     box = (max(0.0, left), max(0.0, top), min(image.width, left + across), min(image.height, top + down))
@@ -92,7 +92,7 @@ def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, f
 
 
 def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
-    """Convert an 8-bit picture, grey or RGB, to float32 (C, H, W) in [-1, 1], or to uint8 with ``as_bytes``."""
+    """Convert an 8-bit picture, grey or RGB, to (C, H, W): float32 in [-1, 1], or uint8 with ``as_bytes``."""
     pixels = torch.from_numpy(np.array(image))
     pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     pixels = pixels.flip(-1) if flip else pixels
@@ -109,7 +109,7 @@ def picture_size(path: str, content: bytes | None = None) -> tuple[int, int]:
 def opened_picture(
     path: str, content: bytes | None = None, time_limit: float = TIME_LIMIT
 ) -> Iterator[tuple["PictureFile", Image.Image]]:
-    """Yield a picture's file and its undecoded Pillow image. Every error inside the block becomes a BadSample."""
+    """Yield a picture's file and its undecoded Pillow image. Any error in the block becomes a BadSample."""
     if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
@@ -135,7 +135,8 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
 
 
 class PictureFile(io.BufferedReader):
-    """An open file with limited time and size per read, because decoders request as many bytes as a header claims."""
+    """An open file that limits the time and size of reads, because decoders request as many bytes as a header
+    claims."""
 
     def __init__(self, path: str, time_limit: float, content: bytes | None = None):
         super().__init__(io.FileIO(path) if content is None else io.BytesIO(content))
@@ -164,21 +165,21 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
 
     Colours are converted as in ``opendit.data.colours``. Only the first frame of an animation is read.
 
-    Grey pictures with more than 8 bits are scaled to 0 to 255. Values of 16 bits are divided by 257, also if they are
-    stored as 32-bit integers. Floating-point values may range from 0 to 1, 255 or 65,535; the first range that holds
-    them all is used. Otherwise the range from the minimum (at most 0) to the maximum becomes 0 to 255.
+    Grey pictures with more than 8 bits are scaled to 0..255. Values of 16 bits are divided by 257, even if they are
+    stored as 32-bit integers. Floating-point values range from 0 to 1, 255 or 65,535; the smallest range with all
+    values is used. Otherwise the range from the minimum (at most 0) to the maximum becomes 0..255.
 
     content: bytes of a picture inside another file; ``path`` is then only its name.
 
-    Raises BadSample if the file is no regular file or no picture, has more than ``MAX_PIXELS`` pixels, doesn't fit into
-    memory, or takes more than ``time_limit`` seconds."""
+    Raises BadSample if the file is not a regular file or not a picture, has more than ``MAX_PIXELS`` pixels, doesn't
+    fit into memory, or takes more than ``time_limit`` seconds."""
     with opened_picture(path, content, time_limit) as (file, image):
         note_codes(image, file)
         image.load()
         # Pillow reads 32-bit integers in a TIFF as signed, but they are unsigned unless a tag says otherwise.
         tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
         unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
-        conversion = conversion_of(image)  # before upright(): its copy lacks the file's format
+        conversion = conversion_of(image)  # before upright(), whose copy lacks the file's format
         kind = kind_of_picture(image)
         picture = _to_rgb(upright(image), unsigned, conversion)
         picture.info[COLOURS] = kind
@@ -192,7 +193,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def open_picture_file(file: PictureFile) -> Image.Image:
-    """Return the undecoded image of a file. Raises Pillow's errors, and ValueError for a picture of refused size."""
+    """Return a file's undecoded image. Raises Pillow's errors, and ValueError for a picture of refused size."""
     image = Image.open(file, formats=_formats())
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:
@@ -205,7 +206,7 @@ def open_picture_file(file: PictureFile) -> Image.Image:
 
 
 def _scans(file: PictureFile) -> int:
-    """Count the scans of a JPEG file. The file's position is unchanged."""
+    """Count the scans in a JPEG file. The file's position is restored."""
     at, count, last = file.tell(), 0, b""
     file.seek(0)
     while part := file.read(2**20):
@@ -238,7 +239,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Rotate and mirror a picture according to its EXIF orientation. A broken EXIF block is ignored."""
+    """Rotate and mirror a picture by its EXIF orientation. A broken EXIF block is ignored."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:
@@ -247,15 +248,14 @@ def upright(image: Image.Image) -> Image.Image:
 
 def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] | None) -> Image.Image:
     key = image.info.get("transparency")
-    if image.mode.startswith("I") or image.mode == "F":  # convert() would clip values above 255 to white
+    if image.mode.startswith("I") or image.mode == "F":  # convert() would turn values above 255 white
         numbers = np.asarray(image).view(np.uint32) if unsigned else np.asarray(image)
         grey = _to_bytes(numbers, image.mode, conversion)
         if isinstance(key, int):
             grey[numbers == key] = 255
         return Image.fromarray(grey).convert("RGB")
     if image.mode == "RGB" and key is not None:
-        # Of a 16-bit picture, Pillow keeps only the values' upper bytes. So keep only the upper byte of the transparent
-        # colour.
+        # Pillow keeps only the upper bytes of a 16-bit picture's values, so do the same with the transparent colour.
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):
@@ -283,9 +283,9 @@ def on_white(picture: Image.Image, alpha: Image.Image) -> Image.Image:
 
 
 def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | None) -> np.ndarray:
-    """Convert a grey picture (H, W) with more than 8 bits to uint8, scaled as :func:`read_picture` describes."""
+    """Convert a grey picture (H, W) with more than 8 bits to uint8, as in :func:`read_picture`."""
     levels = np.arange(256)
-    if conversion is not None:  # convert 256 grey levels; other values are interpolated
+    if conversion is not None:  # convert 256 grey levels, and interpolate between them
         ramp = Image.fromarray(np.arange(256, dtype=np.uint8)[None])
         levels = np.asarray(_converted(ramp, conversion))[0, :, 1].astype(float)
     lowest, highest = numbers.min().item(), numbers.max().item()
@@ -295,7 +295,7 @@ def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | 
     white = next((white for white in usual if 0 <= lowest and highest <= white), None)
     lowest, highest = (0, white) if white else (min(0, lowest), max(highest, lowest + 1))
     out = np.empty(numbers.shape, np.uint8)
-    for row in range(0, len(numbers), 256):  # convert 256 rows at a time, because a large picture would take gigabytes
+    for row in range(0, len(numbers), 256):  # 256 rows at a time, because a large picture would take gigabytes
         part = numbers[row : row + 256]
         if white == 65535:
             scaled = part.astype(np.float32) / 257

@@ -1,6 +1,6 @@
 """Data sets of picture and clip files, in folders or listed by a table.
 
-The sizes of media are read from the files' headers once per machine and then cached."""
+The sizes of media are read from files' headers once per machine and then cached."""
 
 import os
 import shlex
@@ -59,7 +59,7 @@ from opendit.data.video_files import Timeline, choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
 CHECKED_FILES = 2000  # maximum files to check when a data set is opened
-CHECKED_CLIPS, DECODED_FILES = 200, 100  # maximum files that ``_readable`` tries if some are clips, and decodes
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # maximum files to check if some are clips, and maximum pictures to decode
 
 
 class PicturesAndClips(MediaDataset):
@@ -75,8 +75,8 @@ class PicturesAndClips(MediaDataset):
 
     Raises ValueError, naming the flag, for invalid settings of clips and for a reader that does not work."""
 
-    rated = 32  # number of clips to read the frame rate from
-    size_threads = 8  # threads that read media sizes
+    rated = 32  # number of clips for estimating frame rates
+    size_threads = 8  # threads that read sizes of media
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PicturesAndClips(MediaDataset):
         check_window(num_frames, frame_interval, short_clips, fps)
         self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
         self.fps = fps
-        # Choose the reader once, before worker processes are forked, so that the run's first log lines name it.
+        # Choose the reader before forking workers, so that the run's first log lines name the reader.
         self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
         self.use_video, self.image_size = use_video, image_size
         self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
@@ -136,20 +136,20 @@ class PicturesAndClips(MediaDataset):
         )
         if clip.shape[-2:] == (height, width):
             return Item(clip.flip(-1) if view.flip else clip, shortened=shortened)
-        small = Small(clip.shape[-2], clip.shape[-1], view.flip)  # the clip is mirrored after it is enlarged
+        small = Small(clip.shape[-2], clip.shape[-1], view.flip)  # mirrored after enlarging
         return Item(clip, shortened=shortened, small=small, whole=(height, width))
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
-        """Function that counts a clip's frames at ``fps``; None to count all frames of the file. With
-        ``short_clips="interval"``, too short clips are read at a higher rate, so all their frames count."""
+        """Function that counts a clip's frames at ``fps``; None to count all frames in the file. With
+        ``short_clips="interval"``, all frames of a short clip count, because it is read at a higher rate."""
         if self.fps is None:
             return None
         fps, all_count = self.fps, self.short_clips == "interval"
         return lambda timeline: max(timeline.count(fps), len(timeline.seconds) if all_count else 0)
 
     def media_size(self, row: int) -> Size:
-        """Return the size of a row's file. Several threads may call this method. Raises BadSample."""
+        """Return the size of a row's file. May be called in several threads. Raises BadSample."""
         raise NotImplementedError
 
     def media_sizes(self) -> np.ndarray:
@@ -163,7 +163,7 @@ class PicturesAndClips(MediaDataset):
         return kept_array(len(self), name, self._find_sizes, least=0)
 
     def _find_sizes(self) -> np.ndarray:
-        picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+        picture_suffixes()  # register Pillow's formats now, because the threads below would race
         rows = len(self)
         found = np.zeros((rows, 3), dtype=np.int32)
 
@@ -206,9 +206,9 @@ class PicturesAndClips(MediaDataset):
         return f"{interval}, read by {self.video_reader} ({self.why_reader})"
 
 
-SIZES = "sizes as shown, of animations as clips"  # in the cache key; change it if sizes are defined differently
+SIZES = "sizes as shown, of animations as clips"  # in the cache key; change it when sizes are defined differently
 HEAD = 1 << 16  # bytes that nearly always contain a picture's header
-_WHOLE = 4 * HEAD  # smaller clips, in bytes, are read completely
+_WHOLE = 4 * HEAD  # clips with fewer bytes are read completely
 _ROWS = 4096  # rows between two updates of the progress bar
 
 
@@ -218,21 +218,21 @@ def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | No
 
 
 def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
-    """Return the :data:`Size` of a picture of ``size`` bytes inside another file. read: (at, count) -> ``count`` bytes
-    from byte ``at``."""
+    """Return the :data:`Size` of a picture inside another file. size: the picture's bytes. read: function (offset,
+    count) -> bytes."""
     if size > HEAD:
         try:
             return (1, *picture_size(name, content=read(0, HEAD)))
         except BadSample:
-            pass  # read all below: the header is longer, or the format needs all bytes
+            pass  # the header is longer, or the format needs all bytes
     return (1, *picture_size(name, content=read(0, size)))
 
 
 def stored_clip_size(
     name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
 ) -> Size:
-    """Return the :data:`Size` of a clip inside another file. If possible, only an MP4's tables and the start of its
-    first frame are read. size, read: see :func:`stored_picture_size`. count: see ``clip_size``."""
+    """Return the :data:`Size` of a clip inside another file. In an MP4, only the tables and the start of the first
+    frame are read, if possible. size, read: see :func:`stored_picture_size`. count: see ``clip_size``."""
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
@@ -254,7 +254,7 @@ def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
 
 
 class PictureFolder(NamedTuple):
-    """The pictures of a folder, sorted by path."""
+    """A folder's pictures, sorted by path."""
 
     class_names: list[str]
     paths: list[str]
@@ -263,7 +263,7 @@ class PictureFolder(NamedTuple):
 
 
 def find_pictures(folder: str) -> PictureFolder:
-    """Find the pictures of a folder. Every subfolder is a class and is searched to any depth. If no subfolder has
+    """Find the pictures in a folder. Every subfolder is a class and is searched to any depth. If no subfolder has
     pictures, the folder is a single class.
 
     Raises FileNotFoundError if there are no pictures. Raises ValueError for an unreadable folder, a class without
@@ -308,7 +308,7 @@ def _leads_up(path: str, above: frozenset[Any]) -> bool:
 
 
 def _class_name(name: str) -> str:
-    """Return a folder's name as valid UTF-8. Invalid bytes are escaped."""
+    """Return a folder's name as valid UTF-8, with invalid bytes escaped."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -320,7 +320,7 @@ def _unreadable(folder: str, folders: list[str]) -> ValueError:
 
 
 def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str, Ignored]) -> None:
-    """Raise ValueError if the subfolders are splits, or if one has no pictures. others: ignored files per subfolder."""
+    """Raise ValueError if subfolders are splits, or if one has no pictures. others: ignored files per subfolder."""
     splits = [name for name in pictures if name.lower() in ("train", "val", "valid", "validation", "test")]
     if "train" in splits and len(splits) == len(pictures):
         train = os.path.join(folder, "train")
@@ -343,7 +343,7 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
 
 def _try_some(count: int, most: int, why_not: Callable[[int], str | None]) -> tuple[list[int], dict[int, str]]:
     """Call ``why_not`` for up to ``most`` of ``count`` rows, evenly spaced. Return (tried rows, row -> reason)."""
-    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+    picture_suffixes()  # register Pillow's formats now, because the threads below would race
     rows = spread(count, most)
     found = in_threads(why_not, rows)
     return rows, {row: why for row, why in zip(rows, found, strict=True) if why is not None}
@@ -351,7 +351,7 @@ def _try_some(count: int, most: int, why_not: Callable[[int], str | None]) -> tu
 
 def _why_no_picture(path: str) -> str | None:
     try:
-        with opened_picture(path):  # reads the header alone
+        with opened_picture(path):  # reads only the header
             return None
     except BadSample as bad:
         return str(bad)
@@ -364,7 +364,7 @@ def _why_missing(path: str) -> str | None:
 def check_files(
     data_path: str, paths: Sequence[str], max_bad: float, why_not: Callable[[str], str | None], fix: str
 ) -> None:
-    """Check up to 2,000 evenly spaced files. why_not: returns "path: reason" for a bad file.
+    """Check up to ``CHECKED_FILES`` evenly spaced files. why_not: returns "path: reason" for a bad file.
 
     Raises ValueError, naming a few bad files and the ``fix``, if more than the fraction ``max_bad`` is bad."""
     with warnings.catch_warnings():
@@ -377,7 +377,7 @@ def check_files(
 
 
 class MediaFiles(PicturesAndClips):
-    """Data set with one file per row. ``keys`` tells pictures from clips."""
+    """Data set with one file per row. ``keys`` is PICTURE or CLIP for each row."""
 
     paths: TextTable
     keys: np.ndarray | int = PICTURE
@@ -454,7 +454,7 @@ class FolderDataset(MediaFiles):
 
 
 class CaptionedDataset(MediaFiles):
-    """Data set from a table ``path,text`` or from captioned files of a folder (``found``). columns: names of the
+    """Data set from a table ``path,text``, or from a folder's captioned files (``found``). columns: names of the
     table's columns. Raises ValueError or FileNotFoundError, naming the flag and the fix."""
 
     def __init__(
@@ -492,7 +492,7 @@ class CaptionedDataset(MediaFiles):
 
     def media_size(self, row: int) -> Size:
         size = tuple(self.column_sizes[row].tolist())
-        # With ``fps``, the number of frames depends on a clip's duration, and the table lacks it.
+        # With ``fps``, the number of frames depends on a clip's duration. The table lacks it.
         usable = min(size) > 0 and (self._is_picture(row) or self.fps is None)
         return size if usable else super().media_size(row)
 
@@ -508,7 +508,7 @@ class CaptionedDataset(MediaFiles):
         return hash_parts("captioned", names, "\0".join(self.texts), np.asarray(self.keys).tobytes())
 
     def describe(self) -> Description:
-        counted = ((len(self), 1_000_000),)  # check many captions, because they are in memory
+        counted = ((len(self), 1_000_000),)  # many captions can be checked, because they are in memory
         more: dict[str, Any] = {"counted_captions": counted, "files": self._files, "notes": self.notes}
         return self.description(self._text(), conditioning="text", **more)
 
@@ -524,12 +524,12 @@ class CaptionedDataset(MediaFiles):
 def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
-    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+    picture_suffixes()  # register Pillow's formats now, because the threads below would race
     return list(zip(rows, in_threads(lambda row: row.is_picture, rows), strict=True))
 
 
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
-    """Return the rows without unreadable files, and a line for the log if there are such files.
+    """Return (rows with readable files, lines for the log about unreadable files).
 
     Up to 2,000 evenly spaced files are tried, or 200 if there are clips. With at most 100 rows, pictures are decoded.
     Otherwise only sizes are read. Raises ValueError if all tried files are unreadable."""

@@ -1,7 +1,7 @@
 """Run jobs in worker processes that neither outlive their parent process nor delay its end.
 
-``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, for example on a damaged file; only
-the failing job is lost.
+``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, for example on a damaged file. Then
+only the failing job is lost.
 """
 
 import ctypes
@@ -28,17 +28,17 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def leave_inherited_garbage() -> None:
-    """Enable garbage collection, but only for new objects, in a process that started under ``collection_paused``. A
-    forked process has its parent's garbage, but not the parent's threads. Collecting an object that ends a thread would
-    hang or crash, for example a process group of torch.distributed."""
+    """Enable garbage collection for new objects only, in a process that was started under ``collection_paused``. A
+    forked process inherits its parent's garbage, but not the parent's threads. To collect an object that ends a thread,
+    such as a process group of torch.distributed, would hang or crash."""
     gc.freeze()
     gc.enable()
 
 
 def end_with_parent() -> None:
-    """Make this process end with its parent, even if the parent is killed. On Linux the kernel ends this process, even
-    while it is stopped or stuck in a read. A thread covers processes from Python's fork server. The kernel watches only
-    the thread that started this process. So the parent's main thread must have started this process."""
+    """Make this process end with its parent, even if the parent is killed. The parent's main thread must have started
+    this process, because the Linux kernel watches only the starting thread. The kernel ends even a stopped or stuck
+    process. A thread covers processes from Python's fork server."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:
@@ -51,8 +51,8 @@ def _follow(parent: BaseProcess) -> None:
 
 
 def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> None:
-    """Kill processes that need no cleanup, and wait up to ``patience`` seconds in total for their end. A process that
-    waits for a dead network disk may survive."""
+    """Kill processes that need no cleanup, and wait up to ``patience`` seconds in total for their end. A process may
+    survive while it waits for a dead network disk."""
     for process in processes:
         process.kill()
     until = time.monotonic() + patience
@@ -69,7 +69,7 @@ def state_of(pid: int) -> str:
 
 
 def _context() -> Any:
-    # Forking takes no time. A spawned process would import torch for seconds.
+    # Forking takes no time. A spawned process would import torch, which takes seconds.
     methods = multiprocessing.get_all_start_methods()
     return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
 
@@ -80,8 +80,9 @@ def _begin_process() -> None:
 
 
 def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> Iterator[Any]:
-    """Compute ``work(job)`` for all jobs in ``count`` processes (1: in this one). Yield results in order of completion.
-    Raises the first error of a job; then no more jobs start. Raises DataError if a process was killed."""
+    """Compute ``work(job)`` for all jobs in ``count`` processes (1: in this process). Yield results in order of
+    completion. After a job's error, no more jobs start, and the error is raised. Raises DataError if a process was
+    killed."""
     if min(count, len(jobs)) <= 1:
         yield from map(work, jobs)
         return
@@ -103,9 +104,9 @@ def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> I
 def run_apart(
     function: Callable[..., Any], work: Sequence[tuple[Any, ...]], num_workers: int, time_limit: float
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield (index, ``function(*work[index])``) for each job in ``work``, in order of completion. If a job fails, its
-    result is a string with the reason, so ``function`` must not return strings. If a process dies, only its job is
-    lost. time_limit: seconds for one job."""
+    """Yield (index, ``function(*work[index])``) for each job in ``work``, in order of completion. If a job fails or its
+    process dies, the result is a string with the reason. So ``function`` must not return strings. time_limit: seconds
+    for one job."""
     todo = iter(range(len(work)))
     running: dict[Connection, list[Any]] = {}  # pipe -> [process, index, deadline]
 
@@ -113,14 +114,14 @@ def run_apart(
         """Send the next job to a free process, or end the process if no job is left."""
         index = next(todo, None)
         if index is None:
-            # Closing the pipe isn't enough, because processes forked later have open copies.
+            # Closing the pipe isn't enough, because processes that were forked later have open copies.
             with suppress(OSError):
                 pipe.send(None)
             pipe.close()
             process.join(5)
             return
         running[pipe] = [process, index, time.monotonic() + time_limit]
-        with suppress(OSError):  # if the process died while idle, a later read of the pipe fails
+        with suppress(OSError):  # if the process is dead, a later read of the pipe fails
             pipe.send(work[index])
 
     try:
@@ -164,11 +165,11 @@ def _end(pipe: Connection, process: multiprocessing.Process) -> None:
 
 
 def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
-    """Answer each job with the function's result, or with the reason of the failure. Runs in a worker process."""
+    """Answer each job with the function's result or with the reason for its failure. Runs in a worker process."""
     _begin_process()
     _silence()
     while True:
-        # Poll for the parent's death: processes forked later may keep the pipe open.
+        # Poll for the parent's death, because processes that were forked later may keep the pipe open.
         while not pipe.poll(1.0):
             if os.getppid() != parent:
                 return
@@ -181,7 +182,7 @@ def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
         try:
             answer = function(*job)
         except Exception as error:  # decoders raise errors of any type
-            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # remove the prefix that BadSample adds
+            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # remove BadSample's prefix
             lines = [line.strip() for line in message.splitlines() if line.strip()]
             answer = (lines[0] if lines else type(error).__name__)[:200]
         pipe.send(answer)

@@ -31,13 +31,13 @@ from opendit.data.picture_file import as_rgb
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.sources import Request
 
-HASHED = 32  # number of samples hashed if a data set has no fingerprint
+HASHED = 32  # number of samples to hash if a data set has no fingerprint
 _offered: ContextVar[Any] = ContextVar("the data set of opendit.train", default=None)
 
 
 @contextmanager
 def offer(data: Any) -> Iterator[None]:
-    """Make ``--data_path python`` refer to ``data`` inside the block."""
+    """Make ``--data_path python`` refer to ``data`` in the block."""
     token = _offered.set(data)
     try:
         yield
@@ -62,11 +62,11 @@ class PythonDataset(PicturesAndClips):
     """Data set of samples ``data[i]``: dicts with "image" or "video", and with "text" (str) or "label" (int).
 
     An image is a PIL picture, a tensor (1 or 3, H, W) of uint8 or of floats in [0, 1], or an array (H, W, 3) uint8. A
-    video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples must have the keys of
-    the first sample. "text" has priority over "label". Class names are ``data.classes``, or the numbers below
-    ``num_classes``.
+    video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples must have the first
+    sample's keys. If there are "text" and "label", "text" is used. Class names are ``data.classes``, or the numbers
+    below ``num_classes``.
 
-    A run resumes exactly if ``data[i]`` never changes. ``data.fingerprint`` (or ``data._fingerprint``), a str, should
+    A run resumes exactly if ``data[i]`` never changes. The str ``data.fingerprint``, or ``data._fingerprint``, should
     change with the data. Without it, 32 evenly spaced samples are hashed.
 
     Raises ValueError, naming the fix, if ``data`` is no such data set."""
@@ -101,7 +101,7 @@ class PythonDataset(PicturesAndClips):
         return f"data[{row}]"
 
     def _sample(self, row: int) -> tuple[Any, int, str | None]:
-        """Return (medium, class, caption). The medium is a PIL picture or a tensor (T, H, W, 3) uint8. Raises
+        """Return (medium, class, caption). The medium is a PIL picture, or a tensor (T, H, W, 3) uint8. Raises
         BadSample."""
         try:
             found = self.data[row]
@@ -168,7 +168,7 @@ class PythonDataset(PicturesAndClips):
     def describe(self) -> Description:
         what = f"{len(self):,} {self.medium}s with {self.condition}s"
         text = f"{self.name}: {what}, {'x'.join(map(str, self.sample_shape))}, {flip_note(self.random_flip)}"
-        counted = ((len(self), 100),)  # check few captions, because reading one also reads the picture
+        counted = ((len(self), 100),)  # only few captions are checked, because reading one also reads the picture
         of = {"conditioning": self.condition, "class_names": self.class_names, "counted_captions": counted}
         return self.description(text, **of)
 

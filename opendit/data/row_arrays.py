@@ -1,4 +1,4 @@
-"""Share arrays that have one entry per row of a data set among the processes of a machine.
+"""Share arrays with one entry per row of a data set among a machine's processes.
 
 One process computes a large array and stores it in a file. The other processes map the file.
 """
@@ -17,8 +17,8 @@ from opendit.common.safe_files import creating, remove_tree, rename, write_whole
 from opendit.common.utils import HashedStream
 from opendit.data.files import file_locked
 
-_ROWS = 2**20  # number of rows hashed or selected at once
-_LOOKED_AT = 2**16  # number of rows searched at once
+_ROWS = 2**20  # rows to hash or select at once
+_LOOKED_AT = 2**16  # rows to search at once
 
 
 def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
@@ -28,7 +28,7 @@ def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asa
 
 
 def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
-    """Return ``values[rows]``. ``rows`` need not be an array in memory."""
+    """Return ``values[rows]``, where ``rows`` need not be in memory."""
     found = np.empty((len(rows), *values.shape[1:]), dtype=values.dtype)
     for first in range(0, len(rows), _ROWS):
         found[first : first + _ROWS] = values[rows[first : first + _ROWS]]
@@ -36,7 +36,7 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def next_of_key(keys: np.ndarray, row: int) -> int:
-    """Return the next row with the key of ``row``. The search wraps around at the end."""
+    """Return the next row with the same key as ``row``. The search wraps around at the end."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
         later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
         if len(later):
@@ -45,9 +45,8 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
 
 
 class TextTable(Sequence[str]):
-    """An immutable list of strings in two arrays: the UTF-8 bytes, uint8, and the end of each string, int64. Forked
-    workers share the two arrays without copies. Python strings would be copied page by page, because their reference
-    counts change."""
+    """An immutable list of strings in two arrays: the UTF-8 bytes (uint8) and each string's end (int64). Forked workers
+    share the arrays. They would copy Python strings page by page, because of changing reference counts."""
 
     def __init__(self, text: np.ndarray, ends: np.ndarray):
         self.text, self.ends = text, ends
@@ -79,8 +78,8 @@ class TextTable(Sequence[str]):
 
 
 class Complement:
-    """The numbers from 0 to ``size`` - 1 that are not in ``without``, indexed like an ascending array. without:
-    ascending array of any integer dtype. The object takes twice the memory of ``without``, for any ``size``."""
+    """The numbers below ``size`` that are not in ``without``, indexed like an ascending array. without: ascending
+    integer array. The object takes twice the memory of ``without``, for any ``size``."""
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
@@ -112,11 +111,11 @@ class Complement:
         return place + int(self._count(place, self._before, "right"))
 
     def searchsorted(self, numbers: Any) -> np.ndarray:
-        """For each of ``numbers`` (0 to ``size``), count the smaller numbers of this object."""
+        """Return, for each of ``numbers`` in [0, ``size``], how many numbers in this object are smaller."""
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:
-        # With different dtypes, ``searchsorted`` would first copy the complete array.
+        # For another dtype, ``searchsorted`` would copy the complete array.
         return among.searchsorted(np.asarray(numbers, dtype=among.dtype), side=side)
 
 
@@ -134,8 +133,8 @@ class KeptArrays(NamedTuple):
 
 
 def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays], least: int | None = None) -> KeptArrays:
-    """Return ``make()``. From ``least`` rows on (default: ``LARGE``), one process of the machine caches the result in
-    files, and all processes map the files. Without a writable cache, return ``make()`` directly. name: returns a hash
+    """Return ``make()``. From ``least`` rows on (default: ``LARGE``), one process per machine caches the result in
+    files, and all processes map these files. Without a writable cache, return ``make()`` directly. name: returns a hash
     of everything that determines the result."""
     if rows < (LARGE if least is None else least):
         return make()
@@ -170,7 +169,7 @@ def _write(folder: Path, made: KeptArrays) -> None:
                 np.save(file, array)
         shapes = {name: [str(array.dtype), len(array)] for name, array in made.arrays.items()}
         write_whole(work / _ABOUT, json.dumps({"arrays": shapes, "about": made.about}).encode())
-        remove_tree(folder)  # remove the damaged folder of an earlier run
+        remove_tree(folder)  # a damaged folder from an earlier run
         rename(work, folder)
     finally:
         remove_tree(work)

@@ -1,7 +1,7 @@
 """Assign shapes to media of any size, and build the data set with samples cropped to these shapes.
 
 A shape table lists aspect ratios and durations with at most a given number of tokens. Every medium gets the shape that
-preserves its aspect ratio and length as far as whole tokens allow.
+best preserves its aspect ratio and length.
 """
 
 from collections.abc import Callable
@@ -19,20 +19,20 @@ from opendit.data.row_arrays import Complement, KeptArrays, kept, stream_of
 LONGEST = 4  # maximum ratio of a shape's sides
 STEP = 1.1  # factor between neighbouring aspect ratios
 LEVELS = 7  # number of areas: --image_size squared, a half, and so on down to a 64th
-_ROWS = 65536  # media assigned at once
-_CHUNK = 2**20  # rows summarised at once
+_ROWS = 65536  # media to assign at once
+_CHUNK = 2**20  # rows to summarise at once
 
 
 @dataclass(frozen=True)
 class TokenSize:
-    """The size of a token."""
+    """A token's size."""
 
     frames: int  # latent frames per token of a clip; a picture has one token along time
     temporal: int  # clip frames per latent frame, after the first
     side: tuple[int, int]  # (height, width) in pixels
 
     def length(self, frames: int) -> int:
-        """Return a clip's number of tokens along time. frames: the clip's frames, a valid length."""
+        """Return a clip's number of tokens along time. frames: the clip's frames, a length that the VAE can encode."""
         return 1 if frames == 1 else ((frames - 1) // self.temporal + 1) // self.frames
 
     def clip_frames(self, tokens: int) -> int:
@@ -40,8 +40,8 @@ class TokenSize:
 
 
 def token_size(patch: tuple[int, ...], downscale: int = 1, temporal: int = 1) -> TokenSize:
-    """Return the size of a model's token. patch: the model's patch, ([frames,] rows, columns), in latents. downscale:
-    pixels per latent along a side. temporal: frames per latent."""
+    """Return a token's size. patch: the model's patch in latents, ([frames,] rows, columns). downscale: pixels per
+    latent along a side. temporal: frames per latent."""
     *frames, height, width = patch
     return TokenSize(frames[0] if frames else 1, temporal, (height * downscale, width * downscale))
 
@@ -56,9 +56,9 @@ class ShapeTable:
 
 
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
-    """Return all shapes of at most ``most`` tokens. The aspect ratios of each area (see ``LEVELS``) go up to
-    ``LONGEST`` at steps of a factor ``STEP``. With ``fine``, the steps are as small as whole tokens permit. Each aspect
-    ratio occurs as a picture and as clips of ``num_frames`` frames (1: pictures only), half as many, and so on.
+    """Return all shapes of at most ``most`` tokens. In each area (see ``LEVELS``), aspect ratios up to ``LONGEST``
+    differ by the factor ``STEP`` or, with ``fine``, as little as whole tokens permit. Each aspect ratio occurs as a
+    picture and as clips of ``num_frames`` frames (1: pictures only), half as many, and so on.
 
     Raises ValueError if the square of ``image_size`` has more than ``most`` tokens."""
     if (least := image_size**2 // (token.side[0] * token.side[1])) > most:
@@ -86,12 +86,12 @@ def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, f
 
 
 def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int]]:
-    """Return (rows, columns) in tokens for shapes with an area of ``side`` squared pixels or slightly less."""
+    """Return (rows, columns) in tokens for shapes with ``side`` squared pixels or slightly fewer."""
     height, width = token
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
     kept = []
-    for tall in (True, False):  # tall shapes, then wide ones, both from the square on
+    for tall in (True, False):  # tall shapes, then wide ones, both beginning with the square
         ratios = {
             (rows, columns): rows * height / (columns * width) if tall else columns * width / (rows * height)
             for rows, columns in found
@@ -106,10 +106,10 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 
 
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
-    """Return the index of each medium's shape in ``table``, (n,) int16; -1 if no shape is possible. A shape is possible
-    if the medium has enough frames and need not be enlarged by more than ``upscale``. Of the possible shapes, the
-    largest area wins, then the most frames, then the least cropping. sizes: (n, 3) frames, height and width. interval:
-    distance in frames between consecutive frames that are read."""
+    """Return the index in ``table`` of each medium's shape, (n,) int16; -1 if no shape is possible. A shape is possible
+    if the medium has enough frames and is not enlarged by more than ``upscale``. The best shape has the largest area,
+    then the most frames, then the least cropping. sizes: (n, 3) frames, height and width. interval: distance in frames
+    between the frames to read."""
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
     for first in range(0, len(sizes), _ROWS):
@@ -121,8 +121,7 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
             kept = height * width / (scale**2 * high * wide)
         possible = (np.minimum(high, wide) > 0) & (scale <= upscale * (1 + 1e-9))
         possible &= (frames == 1) | (1 + (frames - 1) * interval <= long)
-        # Sort key: area first, then length, then the uncropped fraction. The factors are large enough that a later
-        # term never outweighs an earlier one.
+        # Sort by area, then length, then the uncropped fraction. The factors are large enough for this order.
         order = -1e9 * table.level[None] + frames * 1e3 + kept * 10
         best = np.where(possible, order, -np.inf).argmax(axis=1)
         best[~possible.any(axis=1)] = -1
@@ -131,7 +130,7 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
 
 
 def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
-    """Return the fraction of each medium's pixels that remains after cropping to its shape, (n,). shapes: (n, 3)."""
+    """Return the fraction (n,) of each medium's pixels that remains after cropping to its shape. shapes: (n, 3)."""
     sizes, shapes = sizes.astype(np.float64), shapes.astype(np.float64)
     scale = np.maximum(shapes[:, 1] / sizes[:, 1], shapes[:, 2] / sizes[:, 2])
     return shapes[:, 1] * shapes[:, 2] / (scale**2 * sizes[:, 1] * sizes[:, 2])
@@ -142,7 +141,7 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
 
 class Lengths:
     """Each row's number of tokens, indexed like an array. keys: (rows,) index of each row's shape. tokens: (shapes,)
-    number of tokens of each shape."""
+    each shape's number of tokens."""
 
     def __init__(self, keys: np.ndarray, tokens: np.ndarray):
         self.keys, self.tokens = keys, tokens
@@ -168,23 +167,24 @@ class Summary(NamedTuple):
 
 
 def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
-    """Summarise the lengths of rows [start, stop), at least one row, with constant memory."""
+    """Summarise the lengths of rows [start, stop), which are at least one row, with constant memory."""
     parts = (lengths[first : min(stop, first + _CHUNK)] for first in range(start, stop, _CHUNK))
     found = [(int(part.min()), int(part.max()), int(part.sum(dtype=np.int64))) for part in parts]
     least, most, total = zip(*found, strict=True)
     return Summary(stop - start, min(least), max(most), sum(total))
 
 
-_LOOKED_AT = 10_000  # media from which the mean cropping is estimated
+_LOOKED_AT = 10_000  # media for estimating the mean cropping
 _LAST = 2**62  # larger than any key
 
 
 class ShapedDataset(SomeRows):
     """The rows of ``whole`` that have a shape. Each sample is read at its shape.
 
-    found: array ``keys`` (n,) int16, the index of each row's shape. Array ``rows`` (n,) int64, the ascending rows of
-    ``whole``; absent if all rows have a shape. ``about["note"]``, text for the log. sizes: (m, 3) int32, frames, height
-    and width of each shape. tokens: (m,) tokens of each shape. Raises ValueError if no row has a shape."""
+    found: arrays ``keys`` (n,) int16, the index of each row's shape, and ``rows`` (n,) int64, the ascending rows of
+    ``whole``. ``rows`` is absent if all rows have a shape. ``found.about["note"]`` is text for the log. sizes: (m, 3)
+    int32, each shape's frames, height and width. tokens: (m,) each shape's tokens. Raises ValueError if no row has a
+    shape."""
 
     def __init__(self, whole: MediaDataset, found: KeptArrays, sizes: np.ndarray, tokens: np.ndarray):
         rows = found.arrays["rows"] if "rows" in found.arrays else Complement(len(whole), np.zeros(0, np.int64))
@@ -235,9 +235,9 @@ def crop_media(
 
 
 def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str) -> ShapedDataset:
-    """Return a data set of pixels at the shapes of ``table``. Unreadable media, and media that are too small for every
-    shape, are left out; the log counts them. interval: see :func:`assign`. Raises ValueError, naming ``flag`` and the
-    fix, if no medium is left, or if more than the data set's ``max_bad`` can't be read."""
+    """Return a data set of pixels at the shapes of ``table``. Unreadable media and media that are too small are left
+    out and counted in the log. interval: see :func:`assign`. Raises ValueError, naming ``flag`` and the fix, if no
+    medium is left, or if a larger fraction than the data set's ``max_bad`` is unreadable."""
 
     def find() -> KeptArrays:
         chosen, note = _shapes_of_media(dataset, table, interval, upscale, flag)
@@ -245,7 +245,7 @@ def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale
         return KeptArrays({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
 
     def name() -> str:
-        # The cache key includes the first file's name, because the stored note contains file names.
+        # The key includes the first file's name, because the stored note contains file names.
         how = f"{interval} {upscale} {dataset.describe().max_bad} {dataset.shapes().read_as} {dataset.source(0)}"
         arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
         known = dataset.fingerprint()
@@ -274,7 +274,7 @@ def _shaped(
 def _shapes_of_media(
     dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str
 ) -> tuple[np.ndarray, str]:
-    """Return (index of every row's shape, or -1 for none; note for the log)."""
+    """Return (index of every row's shape, -1 for none; note for the log)."""
     sizes, about = dataset.shapes().media(), dataset.describe()
     if sizes is None:
         own = about.sample_shape[1:] if len(about.sample_shape) == 4 else (1, *about.sample_shape[1:])
@@ -313,12 +313,12 @@ def _shapes_of_media(
 
 
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0) -> ShapedDataset:
-    """Return a ShapedDataset of cached latents at their stored shapes. token: size of a token, with sides in latents
-    instead of pixels. beside: tokens for the caption, out of ``most``. Raises ValueError, naming ``flag``, for too many
-    tokens, and for latents with sides that the model's patch does not divide."""
+    """Return a ShapedDataset of cached latents at their stored shapes. token: a token's size, with sides in latents
+    instead of pixels. beside: tokens for the caption, included in ``most``. Raises ValueError, naming ``flag``, for too
+    many tokens, or for latents that the model's patch does not divide."""
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Number the shapes in order of their keys, as for the media. So latents come in batches like their media.
+    # Number the shapes in order of their keys, as for media, so that batches of latents match batches of media.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):

@@ -1,8 +1,8 @@
 """Open the data set that ``--data_path`` names.
 
 A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and an
-entry in ``opendit.config.names.SOURCES``. The function returns None for data of another kind. It raises
-ValueError, naming the flag and the fix, for data of its kind that can't be used."""
+entry in ``opendit.config.names.SOURCES``. For data of another kind, the function returns None. For unusable data of its
+kind, it raises ValueError with the flag and the fix."""
 
 import os
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from opendit.data.row_arrays import Complement
 
 
 class NoSplit(ValueError):
-    """Raised if a split is requested from a source without splits."""
+    """Raised if a split of a source without splits is requested."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Request:
     """``--data_path`` and the flags that determine how its data are read."""
 
     data_path: str
-    path: Path | None  # the file, or the readable folder, that data_path names; None if data_path is not a path
+    path: Path | None  # the file or readable folder that data_path names; None if data_path is not a path
     image_size: int
     seed: int
     random_flip: bool | None = None  # mirror half of the samples; None leaves the choice to the data set
-    split: str = "train"  # or "test", for a source that has both
+    split: str = "train"  # or "test", for a source with both
     max_bad: float = 0.05  # largest fraction of unreadable files to skip
     num_frames: int = 16
     frame_interval: int = 1
@@ -57,12 +57,12 @@ class Request:
     use_video: bool = False
     short_clips: str = "skip"
     video_reader: str = "auto"  # one of ``video_files.CHOICES``
-    # Settings of random latents, see ``MockDataset``; num_classes also of a program's data without class names.
+    # Settings of random latents, see ``MockDataset``; num_classes also for Python data without class names.
     vae: str = "ema"
     num_classes: int | None = None
     text_encoder: str | None = None
     max_text_tokens: int | None = None
-    energon_cooker: str | None = None  # ``module:function`` that reads the samples of a folder that Energon prepared
+    energon_cooker: str | None = None  # ``module:function`` that reads samples of an Energon folder
     # See ``Columns``.
     file_column: str | None = None
     caption_column: str | None = None
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def located(self) -> Path:
-        """The path, for sources that are recognised by their path."""
+        """The path. Only sources that are recognised by their path may use it."""
         assert self.path is not None, "a source that has a name has no path"
         return self.path
 
@@ -87,7 +87,7 @@ class Request:
         return f"--data_path {printable(self.data_path)}"
 
     def of_clips(self) -> dict[str, Any]:
-        """Return the arguments of data sets of clips and pictures. Windows of clips are random only in training."""
+        """Return the arguments for data sets of clips and pictures. Windows of clips are random only in training."""
         names = "seed num_frames frame_interval fps use_video short_clips video_reader random_flip random_crop max_bad"
         return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
 
@@ -97,7 +97,7 @@ class Request:
         }
 
     def check_split(self) -> None:
-        """Raise NoSplit if ``split`` is not "train". Sources without splits call this."""
+        """Raise NoSplit if ``split`` is not "train". Called by sources without splits."""
         if self.split != "train":
             raise NoSplit(f"{self.shown}: has no split {self.split!r}; give the folder of that split instead")
 
@@ -105,7 +105,7 @@ class Request:
 def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDataset:
     """Open the data set of ``--data_path`` with the first of ``SOURCES`` that recognises it.
 
-    options: more fields of ``Request``, including ``seed``. Raises ValueError or FileNotFoundError, naming the flag and
+    options: more fields of ``Request``, including ``seed``. Raises ValueError or FileNotFoundError, with the flag and
     the fix."""
     if image_size < 1:
         raise ValueError(f"--image_size {image_size}: not positive; give 1 or more")
@@ -127,7 +127,7 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
                     f"--energon_cooker {asked.energon_cooker}: {asked.shown} is no folder that Energon prepared; leave "
                     "it out"
                 )
-            if module == MOCK:  # mock data replace any data in a dry run
+            if module == MOCK:  # in a dry run, mock data replace any data
                 return dataset
             if any(asked.columns) and module not in (TABLES, BLENDS):
                 raise ValueError(
@@ -141,7 +141,7 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
 
 
 def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
-    """Return the data set with captions changed as the flags request. Raises ValueError if that is impossible."""
+    """Return the data set with its captions changed by the flags. Raises ValueError if that is impossible."""
     flags = {
         "caption_prefix": bool(asked.caption_prefix),
         "shuffle_tags": asked.shuffle_tags,
@@ -162,9 +162,8 @@ def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
 
 
 def _locate(data_path: str) -> Path:
-    """Return the file or readable folder that ``--data_path`` names.
-
-    Raises ValueError or FileNotFoundError, naming the flag and the fix."""
+    """Return the file or readable folder of ``--data_path``. Raises ValueError or FileNotFoundError, with the flag and
+    the fix."""
     shown = f"--data_path {printable(data_path)}"
     if not data_path.strip():
         raise ValueError(f"--data_path: empty; give {data_path_help()}")
@@ -197,7 +196,7 @@ def _name_advice(name: str) -> str:
 
 
 def _file_advice(path: Path) -> str:
-    """Return the kind of an unusable file and what to pass instead, for an error message."""
+    """Return an unusable file's kind and what to pass instead, for an error message."""
     from opendit.data.latents_index import INDEX  # imports pydantic, so only for this message
 
     suffix = path.suffix.lower()
@@ -215,10 +214,10 @@ def _file_advice(path: Path) -> str:
 
 
 class Recaptioned(SomeRows):
-    """All rows of another data set with changed captions. prefix: text to put before each caption, with a blank.
+    """All rows of another data set with changed captions. prefix: text before each caption, followed by a blank.
 
-    Commas separate a caption's tags. Each read of a sample may shuffle the tags, and drop each with the probability
-    ``drop``, but never all. ``View.tags`` is the random key; without it, tags stay unchanged."""
+    Tags in a caption are separated by commas. Each read of a sample may shuffle the tags, and drop each tag with the
+    probability ``drop``, but never all. ``View.tags`` is the random key; None leaves the tags unchanged."""
 
     def __init__(self, whole: MediaDataset, prefix: str, *, shuffle: bool = False, drop: float = 0.0):
         super().__init__(whole, Complement(len(whole), np.zeros(0, np.int64)), "")
@@ -259,7 +258,7 @@ def change_tags(text: str, key: int, *, shuffle: bool, drop: float) -> str:
     tags = [tag for part in text.split(",") if (tag := part.strip())]
     if len(tags) < 2:
         return text
-    # Use numpy's generator, because opendit.diffusion.random is made for batches and takes a millisecond.
+    # Use numpy's generator, because opendit.diffusion.random takes a millisecond.
     numbers = np.random.Philox(key=key).random_raw(2 * len(tags)).reshape(2, -1) / 2**64
     order = numbers[0].argsort() if shuffle else np.arange(len(tags))
     kept = numbers[1] >= min(drop, numbers[1].max())

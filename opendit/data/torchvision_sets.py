@@ -1,8 +1,7 @@
 """Small picture data sets that torchvision downloads, recognised by their files on disk.
 
-For CIFAR-10, CIFAR-100, STL-10 and SVHN, torchvision checks the files' MD5 sums before reading. CIFAR's files are
-pickles, so this check is required. MNIST and Fashion-MNIST are plain arrays.
-"""
+torchvision checks the files' MD5 sums of CIFAR-10, CIFAR-100, STL-10 and SVHN before reading. CIFAR's files are
+pickles, so this check is required. MNIST and Fashion-MNIST are plain arrays."""
 
 import os
 from collections.abc import Callable
@@ -71,13 +70,13 @@ KNOWN = (
 
 
 def find_known(path: Path) -> tuple[KnownSet, Path] | None:
-    """Return (data set, folder of its files) if ``path`` is torchvision's root or a folder of a data set, else None.
+    """Return (data set, folder with its files) if ``path`` is torchvision's root or a folder of a data set, else None.
 
     Raises ValueError, naming the folders, if the root holds several data sets."""
     found = []
     for known in KNOWN:
         parts = Path(known.folder).parts
-        # ``path`` may be the root, or any folder on the way from the root to the data set's folder.
+        # ``path`` may be the root, or any folder between the root and the data set's files.
         for walked in range(len(parts) + 1):
             if path.resolve().parts[-walked:] == parts[:walked] or walked == 0:
                 folder = (path.resolve() if walked else path).joinpath(*parts[walked:])

@@ -1,8 +1,8 @@
 """Decode clips with torchcodec or PyAV behind one interface, with the same pixels, and write MP4 files.
 
-The frames of a file are the frames that FFmpeg decodes from the start. A reader that seeks returns other frames for
-some files, for example if an edit list hides frames. So a file's packets are examined first, and readers seek only if
-they are known to return the right frames. PyAV decodes all other files from the start (``opendit.data.clips``)."""
+A file's frames are the frames that FFmpeg decodes from the start. For some files, for example with hidden frames, a
+reader that seeks returns other frames. So a file's packets are examined first. If seeking is not known to be safe, PyAV
+decodes from the start (``opendit.data.clips``)."""
 
 import os
 import struct
@@ -48,15 +48,15 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """End of the last frame. It is assumed to last as long as the median frame; a single frame lasts 0 s."""
+        """End of the last frame, if it lasts as long as the median frame. A single frame lasts 0 s."""
         if len(self.seconds) < 2:
             return float(self.seconds[-1])
         return float(self.seconds[-1] + np.median(np.diff(self.seconds)))
 
     @property
     def rate(self) -> float:
-        """Frames per second; 0 for a single frame. This is the mean rate if the frames are equally spaced up to
-        rounding, else the rate of the median distance."""
+        """Frames per second; 0 for a single frame. If the frames are equally spaced up to rounding, this is the mean
+        rate, else the rate of the median distance."""
         if len(self.seconds) < 2:
             return 0.0
         gaps = np.diff(self.seconds)
@@ -80,8 +80,8 @@ _MOST_STRETCH = 100  # largest plausible ratio of a pixel's sides
 class Geometry:
     """Transform from a stream's decoded frames to the frames that players show.
 
-    First cut off ``crop`` (from :func:`container_crop`). Then stretch pixels that are not square along their longer
-    side. Then rotate and mirror by the display matrix. stream: PyAV stream."""
+    Cut off ``crop`` (from :func:`container_crop`). Then stretch pixels that are not square along their longer side.
+    Then rotate and mirror by the display matrix. stream: PyAV stream."""
 
     def __init__(self, stream: Any, crop: Crop = (0, 0, 0, 0)):
         self.crop = crop
@@ -137,7 +137,7 @@ def _matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _swaps(a: int, b: int, c: int, d: int) -> bool:
-    """Return True if rows become columns. A rotation counts as the nearest quarter turn."""
+    """Return True if rows become columns. A rotation is rounded to the nearest quarter turn."""
     return abs(b) + abs(c) > abs(a) + abs(d)
 
 
@@ -149,35 +149,35 @@ def _stretch(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     return stretched[0].permute(1, 2, 0).numpy()
 
 
-READERS = ("torchcodec", "pyav")  # the order of ``auto``, fastest first
-CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord: an option of an earlier version; now selects PyAV
+READERS = ("torchcodec", "pyav")  # order of ``auto``, fastest first
+CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord, from an earlier version, now selects PyAV
 # Containers that hold a clip themselves. Playlists, descriptions and devices name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
 _BT709, _FULL_RANGE = 1, 2  # H.273's number of a matrix; FFmpeg's number of a colour range
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
-# Codecs in which all packets may be key frames, because no frame refers to another.
+# Codecs whose packets may all be key frames, because no frame refers to another.
 _KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
 _SMALLEST = 16  # minimum bytes of a shown MPEG-4 frame; shorter packets repeat the previous frame
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Facts about the frames of a file, found without decoding."""
+    """Facts about a file's frames, found without decoding."""
 
     container: str
     codec: str
     time_base: Fraction
     length: int  # number of packets with shown frames
-    # True if FFmpeg decodes exactly ``length`` frames. If False, only decoding all frames gives their number.
+    # True if FFmpeg decodes exactly ``length`` frames. If False, their number is known only after decoding all.
     counted: bool
     # Display times of the frames, ascending, in units of time_base; None if a frame has no time or two times are equal.
     times: np.ndarray | None
     keys: list[tuple[int, int]]  # (display time, decoding time) of frames where decoding can begin
     rate: float  # the container's frames per second; 0 if unknown
     crop: Crop  # borders to hide
-    # True if only :class:`ToRgb` shows the frames like players: HDR, wide-gamut or transparent frames, or
-    # high-definition frames without a named matrix.
+    # True if only :class:`ToRgb` shows the frames as players do: HDR, wide gamut, transparency, or high definition
+    # without a named matrix.
     converted: bool = False
 
     @property
@@ -191,7 +191,7 @@ class Contents:
 
 
 class NoVideo(ValueError):
-    """Raised for a file that holds only sound or subtitles."""
+    """Raised for a file with only sound or subtitles."""
 
 
 class UnknownColours(ValueError):
@@ -202,7 +202,7 @@ class Reader(Protocol):
     """An open clip."""
 
     length: int  # number of frames
-    declared: int  # pixels of a frame by the file's header
+    declared: int  # pixels per frame, from the file's header
 
     def size(self) -> tuple[int, int]: ...
 
@@ -221,7 +221,7 @@ def open_container(name: str) -> Any:
 
 
 def video_stream(file: Any) -> Any:
-    """Return the stream that players show: FFmpeg's best one, except cover pictures. Raises NoVideo."""
+    """Return the stream that players show: FFmpeg's best stream, except cover pictures. Raises NoVideo."""
     from av.stream import Disposition
 
     streams = file.streams.video
@@ -234,18 +234,18 @@ def video_stream(file: Any) -> Any:
 
 
 class Packet(NamedTuple):
-    """Times and flags of a packet."""
+    """A packet's times and flags."""
 
     shown: int | None  # display time
     decoded: int | None  # decoding time
     key: bool
     hidden: bool  # True if an edit list hides the frame
-    holds: bool  # True if complete and shown; a key frame must also permit decoding from there
+    holds: bool  # True if the packet is complete and shown and, for a key frame, if decoding can begin there
 
 
 def look_up(name: str, *, whole: bool = True) -> Contents:
-    """Return the :class:`Contents` of a file. whole: False if only the file's description of the frames is present.
-    Raises NoVideo, UnknownColours, or libav's errors."""
+    """Return the :class:`Contents` of a file. whole: False if only the file's tables are present. Raises NoVideo,
+    UnknownColours, or libav's errors."""
     with open_container(name) as file:
         stream = video_stream(file)
         context = stream.codec_context
@@ -282,7 +282,7 @@ def colours_of(stream: Any) -> str:
 
 
 def _needs_matrix(pictures: Any) -> bool:
-    """Return True if a codec context or frame is in high definition and YUV, and names no matrix."""
+    """Return True if a codec context or frame is in high definition and YUV but names no matrix."""
     if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
         return False
     return pictures.format is not None and not pictures.format.is_rgb
@@ -294,13 +294,13 @@ def _shows_alpha(stream: Any) -> bool:
 
 
 def _alpha_aside(stream: Any) -> bool:
-    """Return True if a VP8 or VP9 stream has alpha in side data. FFmpeg's own decoders ignore such alpha."""
+    """Return True if a VP8 or VP9 stream has alpha in side data, which FFmpeg's own decoders ignore."""
     told = {name.lower(): value for name, value in stream.metadata.items()}
     return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 
 
 def decoded(file: Any, stream: Any) -> Iterator[Any]:
-    """Decode the frames of a PyAV stream, with alpha, from the current position. Raises libav's errors."""
+    """Decode a PyAV stream's frames, with alpha, from the current position. Raises libav's errors."""
     if not _alpha_aside(stream):
         yield from file.decode(stream)
         return
@@ -313,8 +313,8 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
 
 
 def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
-    """Return the packets of a stream, without empty ones. whole: if False, only the first packet is complete, and
-    ``holds`` is False for packets with unknown contents."""
+    """Return a stream's packets, without empty ones. whole: if False, only the first packet is complete, and ``holds``
+    is False for packets with unknown contents."""
     codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
     length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
     found: list[Packet] = []
@@ -327,7 +327,7 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
         if codec == "h264" and only_keys:
             holds &= (whole or not found) and begins_anew(bytes(packet), length)
         elif codec in ("vp8", "vp9"):
-            # Without its contents, a packet is known to be shown only in an MP4: MP4 requires this.
+            # Without the packet's contents, only an MP4's packet is known to be shown, as MP4 requires.
             holds &= not _is_unseen(codec, packet) if whole else file.format.name.startswith("mov")
         elif codec == "mpeg4":
             holds &= packet.size >= _SMALLEST
@@ -336,16 +336,16 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
 
 
 def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> bool:
-    """Return True if decoding from the start gives one frame for each packet that is not hidden."""
+    """Return True if decoding from the start gives one frame per packet that is not hidden."""
     first = packets[0]
     if not first.key or not all(packet.holds for packet in packets):
         return False
     if len(packets) > 1 and all(packet.key for packet in packets) and codec not in _KEYS_ONLY:
-        return False  # the file has no list of its key frames
-    # A frame shown before the first key frame refers to missing frames.
+        return False  # the file does not list its key frames
+    # A frame that is shown before the first key frame refers to missing frames.
     if first.shown != times[0] and not first.hidden:
         return False
-    # With several edits, a decoder restarts within the file and loses frames that refer to hidden frames.
+    # With several edits, a decoder restarts inside the file, and loses frames that refer to hidden frames.
     hidden = [packet.shown for packet in packets if packet.hidden]
     stored = [packet.decoded for packet in packets if packet.decoded is not None]
     return all(time is not None and not times[0] <= time <= times[-1] for time in hidden) and stored == sorted(stored)
@@ -356,7 +356,7 @@ def crop_of(name: str, file: Any, stream: Any) -> Crop:
 
 
 def rising_times(times: list[int | None]) -> np.ndarray | None:
-    """Return the sorted times; None if there are none, one is unknown, or two are equal."""
+    """Return the sorted times; None if there are no times, a time is unknown, or two times are equal."""
     if not times or None in times:
         return None
     ordered = np.sort(np.array(times, dtype=np.int64))
@@ -375,7 +375,7 @@ def _is_unseen(codec: str, packet: Any) -> bool:
 
 
 class ToRgb:
-    """Converter from PyAV frames to RGB, with the pixels of torchcodec.
+    """Converter from PyAV frames to RGB, with the same pixels as torchcodec.
 
     HDR and wide gamuts are converted as in ``opendit.data.colours``. Transparent frames are blended onto white."""
 
@@ -443,14 +443,14 @@ class ToRgb:
 
 
 def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
-    """Return a plane of a PyAV frame as (height, width). Values of a subsampled plane are repeated."""
+    """Return a plane of a PyAV frame as (height, width). A subsampled plane's values are repeated."""
     numbers = np.frombuffer(plane, kind).reshape(plane.height, -1)[:, : plane.width]
     down, across = -(-height // plane.height), -(-width // plane.width)
     return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
 
 
 class TorchCodecReader:
-    """Reader based on torchcodec. torchcodec rotates frames, but does not stretch or mirror them."""
+    """Reader that uses torchcodec, for frames that need no stretching or mirroring."""
 
     def __init__(self, name: str, contents: Contents):
         decoders = import_torchcodec()
@@ -463,7 +463,7 @@ class TorchCodecReader:
         with open_container(name) as file:
             stream = video_stream(file)
             frame = next(file.decode(stream))
-            # Files that need more than a rotation are left to another reader.
+            # Leave frames that need more than a rotation to another reader.
             shown = Geometry(stream, contents.crop)
             if shown.changes_more_than_turns(frame) or shown.size(frame) != self.size():
                 raise ValueError("frames that are shown otherwise")
@@ -480,7 +480,7 @@ class TorchCodecReader:
         if times is None:
             raise ValueError("no times")
         batch = self._decoder.get_frames_at(list(indices))
-        # The returned times show whether torchcodec has returned the requested frames.
+        # The returned times show if torchcodec has returned the requested frames.
         wanted = torch.from_numpy(times[list(indices)] * float(self._contents.time_base))
         if not torch.allclose(batch.pts_seconds.double(), wanted, rtol=0, atol=1e-4):
             raise ValueError("other frames than asked for")
@@ -488,7 +488,7 @@ class TorchCodecReader:
 
 
 class PyAVReader:
-    """Reader based on PyAV. Decoding begins at the last key frame before the first requested frame."""
+    """Reader that uses PyAV. Decoding begins at the last key frame before the first requested frame."""
 
     def __init__(self, name: str, contents: Contents):
         self._file, self._contents = open_container(name), contents
@@ -559,7 +559,7 @@ def problem_of(reader: str) -> str:
 
 @cache
 def choose_reader(asked: str = "auto") -> tuple[str, str]:
-    """Return (reader that ``--video_reader asked`` selects on this machine, reason).
+    """Return (reader for ``--video_reader asked`` on this machine, reason).
 
     Raises ValueError, naming the flag, if the reader doesn't work here."""
     if asked not in CHOICES:
@@ -588,7 +588,7 @@ class AnimationReader:
     def __init__(self, path: str, most_pixels: int):
         self._path, self._most_pixels = path, most_pixels
         with self._opened() as (file, image):
-            self._first = int(bool(getattr(image, "default_image", False)))  # 1: skip a picture before the animation
+            self._first = int(bool(getattr(image, "default_image", False)))  # 1 skips a picture before the animation
             self.length, self.declared = count_frames(file, MAX_FRAMES + 1), image.width * image.height
             if self.length == 0:
                 raise ValueError("a still picture, not a clip")
@@ -609,7 +609,7 @@ class AnimationReader:
 
     @cached_property
     def durations(self) -> np.ndarray:
-        """Seconds of each frame, (frames,) float64. A duration of at most 10 ms counts as 100 ms."""
+        """Each frame's seconds, (frames,) float64. A duration of at most 10 ms counts as 100 ms."""
         with self._opened() as (file, image):
             found = durations_of(file)
             if found is None:
@@ -623,7 +623,8 @@ class AnimationReader:
             conversion = conversion_of(image)
             for number, frame in enumerate(self._frames(file, image, max(wanted) + 1)):
                 if number in wanted:
-                    # Pillow enlarges the canvas for a larger GIF frame; players crop the frame.
+                    # If a GIF's frame is larger than the canvas, Pillow enlarges the canvas, but players crop the
+                    # frame.
                     shown = upright(frame.convert("RGBA").crop((0, 0, *self._canvas)))
                     colours = shown.convert("RGB")
                     if conversion is not None:
@@ -659,10 +660,10 @@ def write_mp4(
 ) -> None:
     """Encode RGB ``frames``, (T, H, W, 3) uint8, as H.264, and replace ``path`` when the file is complete.
 
-    The last row or column of an odd size is repeated, because H.264's 4:2:0 colours need even sizes. The same frames
+    If a side is odd, the last row or column is repeated, because H.264's 4:2:0 colours need even sides. The same frames
     give the same bytes in any process. comment: the file's ``comment`` tag. root: follow no link below this folder.
-    Raises ValueError if ``frames`` or ``fps`` can't be a clip, and OSError, naming ``path``."""
-    import av  # imported only here, because importing av is slow
+    Raises OSError, naming ``path``, and ValueError if ``frames`` or ``fps`` can't be a clip."""
+    import av  # here, because importing av is slow
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:
         raise ValueError(f"a clip is a uint8 array, not {getattr(frames, 'dtype', type(frames).__name__)}")

@@ -70,7 +70,7 @@ from opendit.data.shards.store import (
 from opendit.data.sources import Request
 
 CHECKED = 1 << 22  # maximum records to check at opening
-REMOTE_CAPTIONS = 64  # captions checked before training, for tars at an address
+REMOTE_CAPTIONS = 64  # captions to check before training, for tars at an address
 WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # conditioning -> words
 
 
@@ -87,12 +87,12 @@ class IndexedTar:
         return self.index.header.rows if self.kept is None else len(self.kept.rows)
 
     def _told(self, use_video: bool) -> bool:
-        """Return True if ``header.pictures`` is valid for ``use_video``. The header counts animations as clips, but
-        without ``use_video`` they are pictures."""
+        """Return True if ``header.pictures`` is valid for ``use_video``. The header counts animations as clips. Without
+        ``use_video``, they are pictures."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
     def count_pictures(self, use_video: bool) -> int:
-        """Return the number of samples that are pictures. use_video: see ``is_clip``."""
+        """Return the number of pictures among the samples. use_video: see ``is_clip``."""
         header = self.index.header
         if self._told(use_video) and (self.kept is None or header.pictures in (0, header.rows)):
             return min(len(self), header.pictures)
@@ -110,12 +110,12 @@ class IndexedTar:
 
 
 class ShardDataset(PicturesAndClips):
-    """Data set of indexed tars. Samples come in the order of the tars. The indexes determine the conditioning:
+    """Data set of indexed tars, with samples in the order of the tars. The indexes determine the conditioning:
     captions, classes, or a single class if the samples have neither.
 
-    options: see ``PicturesAndClips``, also for the samples' format. random_flip: None mirrors samples with classes, but
-    not with captions, because captions may mention left and right. Raises ValueError, naming the flag and the fix, if
-    the tars can't be used."""
+    options: see ``PicturesAndClips``, also for the samples' format. random_flip: None mirrors samples with classes
+    only, because captions may mention left and right. Raises ValueError, naming the flag and the fix, if the tars can't
+    be used."""
 
     names_file = CLASS_NAMES  # file of the class names, for messages
     empty_captions = False  # True if a caption may be empty
@@ -148,7 +148,7 @@ class ShardDataset(PicturesAndClips):
             self.counted_captions = REMOTE_CAPTIONS
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
-        self._found: tuple[Any, ...] = (None, None)  # last row that find_record looked up, and the result
+        self._found: tuple[Any, ...] = (None, None)  # last row of find_record, and its result
         self.pictures = sum(shard.count_pictures(self.use_video) for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         if self.clips and not self.pictures and not self.use_video:
@@ -159,7 +159,7 @@ class ShardDataset(PicturesAndClips):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _shapes(self) -> np.ndarray:
-        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. An array of many samples is mapped from a file."""
+        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. A large array is mapped from a file."""
         if self._kinds is None:
             # The name includes modification times, because an index may be rewritten with other samples.
             written = (str(shard.index.written) for shard in self.shards)
@@ -178,8 +178,8 @@ class ShardDataset(PicturesAndClips):
         return int(self.starts[-1]) if self.used is None else self.used.totals[PICTURE]
 
     def find_record(self, row: int) -> tuple[int, int, Record]:
-        """Return (number of the tar, number of the sample within the tar, the sample's record)."""
-        last, found = self._found  # a picture and its caption both need the result
+        """Return (number of the tar, number of the sample in the tar, the sample's record)."""
+        last, found = self._found  # a picture and its caption need the same result
         if last != row:
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
@@ -222,7 +222,7 @@ class ShardDataset(PicturesAndClips):
         return record.medium_bytes > MAX_WHOLE_FILE and self._is_picture(number, record)
 
     def read_medium(self, row: int) -> bytes:
-        """Read the bytes of a sample's picture or clip, and verify their checksum. Raises BadSample."""
+        """Read and verify the bytes of a sample's picture or clip. Raises BadSample."""
         number, _, record = self.find_record(row)
         if self._is_too_large(number, record):
             raise BadSample(self.source(row), f"a picture of {record.medium_bytes:,} bytes")
@@ -253,7 +253,7 @@ class ShardDataset(PicturesAndClips):
             self.source(row), record.medium_bytes, lambda at, size: self._read(row, number, record.medium_at + at, size)
         )
 
-    rated = 8  # clips to read the frame rate from; few, because they may be at an address
+    rated = 8  # clips for estimating frame rates; few, because they may be at an address
 
     def rate_at(self, row: int) -> float:
         content = self.read_medium(row)
@@ -270,7 +270,7 @@ class ShardDataset(PicturesAndClips):
         if self.use_video and is_animated(io.BytesIO(content)):
             reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
             raise BadSample(self.source(row), reason)
-        try:  # look up the sample's name only on an error
+        try:  # the sample's name is looked up only after an error
             image = read_picture("", content=content)
         except BadSample as bad:
             raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
@@ -385,8 +385,8 @@ def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
 
 
 def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
-    """Check the records of the first tars, up to ``CHECKED`` samples. Other records are checked when they are read.
-    Raises ValueError for an invalid record."""
+    """Check the first tars' records, up to ``CHECKED`` samples. Other records are checked when they are read. Raises
+    ValueError for an invalid record."""
     left = CHECKED
     for shard in shards:
         left -= shard.index.header.rows
@@ -408,7 +408,7 @@ def classes_of(
     shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
 ) -> list[str]:
     """Return the tars' class names: ``names`` from ``names_file``, or the class numbers. Raises ValueError, naming the
-    tar and the sample, for a label that has no name or is too large."""
+    tar and the sample, for a label without a name or a label that is too large."""
     headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:

@@ -1,9 +1,9 @@
 """The index of a tar: a file with the place of each sample's picture or clip, caption and label in the tar.
 
-The index of ``NAME.tar`` is ``NAME.tar.index``. It consists of 8 bytes ``ODSHARD1``, the length of the header (uint32),
-the header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` per sample, and the
-concatenated keys of the samples. All numbers are little-endian. Processes read single records from the file, so that
-they share the page cache. ``scan`` makes an index.
+The index of ``NAME.tar`` is ``NAME.tar.index``. It consists of 8 bytes ``ODSHARD1``, the header's length (uint32), the
+header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` per sample, and the concatenated
+keys of the samples. All numbers are little-endian. Processes read single records from the file, and so share the page
+cache. ``scan`` makes an index.
 """
 
 import io
@@ -39,9 +39,9 @@ MAGIC = b"ODSHARD1"
 VERSION = 1
 ALIGNMENT = 64
 NO_LABEL = -1
-MAX_TEXT = 2**20  # maximum bytes of a caption's or label's member
-_CHUNK = 1 << 16  # records checked per read
-ANIMATED = "animated"  # prefix of an animation's suffix in a header's ``suffixes``
+MAX_TEXT = 2**20  # maximum bytes of a member with a caption or label
+_CHUNK = 1 << 16  # records to check per read
+ANIMATED = "animated"  # prefix of animations' suffixes in a header's ``suffixes``
 ROW = np.dtype(
     [
         ("medium_at", "<u8"),  # offset of the picture or clip in the tar
@@ -53,7 +53,7 @@ ROW = np.dtype(
         ("crc32", "<u4"),  # checksum of the picture or clip; 0 unless the header's ``checked``
         ("suffix", "u1"),  # index in the header's ``suffixes``
         ("caption", "u1"),  # index in the header's ``captions``
-        ("number", "<u4"),  # index in the tar, counting left-out samples; 0 in old indexes
+        ("number", "<u4"),  # sample's index in the tar, including left-out samples; 0 in old indexes
         ("padding", "u1", 2),
     ]
 )
@@ -61,15 +61,15 @@ ROW = np.dtype(
 _RECORD = struct.Struct("<QQQIiIIBBI2x")  # same layout as ROW, but five times as fast for a single record
 
 _Names = Annotated[list[Text], MaxLen(256)]
-FieldPath = tuple[str, ...]  # a member's extension, then keys and list positions inside its JSON
+FieldPath = tuple[str, ...]  # a member's extension, then keys and list positions in its JSON
 
 BLOCK = 512  # bytes of a tar header; contents are padded to a multiple
 MOST_EXTENSION = 1 << 20  # maximum bytes of an extension header
-LONGEST = 4096  # maximum characters of a member's name
+LONGEST = 4096  # maximum characters in a member's name
 _EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")  # types of headers that extend the next header
 # A member belongs to no sample if its top folder or name is enclosed in double underscores.
 _META = re.compile(r"__[^/]*__($|/)")
-EXAMPLES, EXAMPLE_LETTERS = 5, 500  # maximum left-out samples that a header names, and characters of each
+EXAMPLES, EXAMPLE_LETTERS = 5, 500  # maximum left-out samples in a header, and characters for each
 _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
@@ -78,31 +78,30 @@ class Header(JsonObject):
 
     rows: Count
     key_bytes: Count
-    tar_bytes: Count  # size of the tar
-    sha256: Word  # SHA-256 of the tar; "" if the tar was not read completely
+    tar_bytes: Count  # the tar's size
+    sha256: Word  # the tar's SHA-256; "" if the tar was not read completely
     checked: bool  # True if the records have the CRC-32 of each picture or clip
     pictures: Count  # number of pictures; all other samples are clips
     # "text": samples have captions; "label": samples have classes; "none": neither
     conditioning: Literal["text", "label", "none"]
     num_classes: int = Field(ge=0, le=1 << 31)  # the largest label + 1
-    suffixes: _Names  # distinct suffixes of the media, with dots; an animation's begins with ``ANIMATED``
+    suffixes: _Names  # distinct suffixes of the media, with dots; ``ANIMATED`` precedes an animation's
     # captions' paths, see ``FieldPath``
     captions: Annotated[list[_Names], FailFast(), MaxLen(256)]
     left_out: Count  # number of samples in the tar without a record
     examples: _Names  # "key: reason" for a few samples without a record
-    plan: Word  # hash of the tar's inputs; "" if another program wrote the tar
+    plan: Word  # hash of the tar's inputs; "" for another program's tar
     version: Count
 
 
 HEADER = FileKind(Header, 16 * MIB)
-CLASS_NAMES = "class_names.json"  # file beside the tars: class names in the order of the labels
+CLASS_NAMES = "class_names.json"  # file next to the tars with the class names, in the order of the labels
 MOST_CLASSES = 1_000_000
 NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSES)], 64 * MIB)
 
 
 def read_class_names(folder: Path) -> list[str]:
-    """Return the class names of a folder, or an empty list if it has no file ``CLASS_NAMES``. Raises ValueError or
-    OSError."""
+    """Return the class names in a folder, or [] without the file ``CLASS_NAMES``. Raises ValueError or OSError."""
     path = folder / CLASS_NAMES
     return read_file(path, NAMES_OF_CLASSES) if path.exists() else []
 
@@ -130,8 +129,8 @@ def empty_header(tar_bytes: int, sha256: str, plan: str) -> Header:
 
 
 def is_clip(suffix: str, use_video: bool = True) -> bool:
-    """Return True if media with this suffix, as in ``Header.suffixes``, are clips. Without ``use_video`` an animation
-    counts as a picture."""
+    """Return True if media with this suffix from ``Header.suffixes`` are clips. Without ``use_video``, an animation is
+    a picture."""
     return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
@@ -149,8 +148,8 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 
 class TarIndex:
-    """An index. The constructor reads the header. Records and keys are read on demand. Raises OSError if the file can't
-    be read, and ValueError, naming the file, if it is no index, is damaged or has another version."""
+    """An index. The constructor reads the header; records and keys are read on demand. Raises OSError if the file can't
+    be read. Raises ValueError, naming the file, if the file is no index, is damaged or has another version."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -166,7 +165,7 @@ class TarIndex:
         return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
 
     def record(self, row: int) -> Record:
-        """Read one record from the file; a memory mapping would take 64 KiB. Raises DataError for an invalid record."""
+        """Read one record from the file. A memory mapping would take 64 KiB. Raises DataError for an invalid record."""
         found = self._record(row)
         if not self._is_valid(found):
             raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
@@ -213,7 +212,7 @@ class TarIndex:
         return int(labels[row]), row
 
     def key(self, row: int) -> str:
-        """Return a sample's key: the common part of its members' names. Raises DataError."""
+        """Return a sample's key, the common start of its members' names. Raises DataError."""
         first, end = self._record(row - 1).key_end if row else 0, self._record(row).key_end
         if not first <= end <= self.header.key_bytes:
             raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
@@ -252,7 +251,7 @@ def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, in
 
 
 def check_whole(content: bytes) -> None:
-    """Raise OSError if ``content`` is an incomplete or invalid index, and ValueError if it is no index."""
+    """Raise OSError if ``content`` is an incomplete or invalid index, and ValueError if it is not an index."""
     try:
         _read_start("what came", io.BytesIO(content), len(content))
     except ValueError as error:
@@ -272,7 +271,7 @@ def is_index(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of an index that a data set uses. The data set numbers them 0, 1, ..."""
+    """The rows of an index that a data set uses, renumbered from 0."""
 
     rows: np.ndarray  # (n,) int64, ascending
     identity: str  # text that identifies the rows
@@ -293,7 +292,7 @@ class TarError(ValueError):
 
 
 class _Header(tarfile.TarInfo):
-    """A header of tarfile that limits the size of extension headers, because tarfile reads them into memory."""
+    """A header of tarfile with limited extension headers, because tarfile reads these into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
@@ -306,13 +305,13 @@ class _Header(tarfile.TarInfo):
 
 
 def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar in order. Raises OSError, and TarError for a damaged tar, a missing end-of-archive
+    """Yield the members of a tar in order. Raises OSError, or TarError for a damaged tar, a missing end-of-archive
     mark, or a sparse member."""
     length, start = file.seek(0, os.SEEK_END), file.seek(0)
     try:
         tar: Any = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8", errors="surrogateescape")
         while (info := tar.next()) is not None:
-            tar.members.clear()  # tarfile would keep all members in memory
+            tar.members.clear()  # tarfile would remember all members
             start = tar.offset
             if info.issparse():
                 raise TarError(f"stores {printable(info.name)} with holes; pack it without --sparse")
@@ -335,13 +334,13 @@ def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def padded(size: int) -> int:
-    """Return ``size`` rounded up to a multiple of ``BLOCK``: the space in a tar."""
+    """Return ``size`` rounded up to a multiple of ``BLOCK``, as in a tar."""
     return -(-size // BLOCK) * BLOCK
 
 
 def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator[bytes]:
-    """Yield the bytes of a tar with these members. contents: (name, size, chunks of the content) of each. The headers
-    store no owner and no time, so that the tar depends only on the members."""
+    """Yield the bytes of a tar with these members. contents: (name, size, chunks of the content) for each member.
+    Headers have no owner and no time, so that the tar depends only on the members."""
     total = 0
     for name, size, parts in contents:
         info = tarfile.TarInfo(name)
@@ -359,8 +358,8 @@ def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the members with a sample's picture or clip, caption and label. Of several names, the first that the
-    sample has is used."""
+    """Names of the members with a sample's picture or clip, caption and label. If there are several names, the sample's
+    first one is used."""
 
     # extensions of the picture or clip; None accepts all known ones
     medium: tuple[str, ...] | None = None
@@ -368,12 +367,12 @@ class Fields:
     caption: tuple[FieldPath, ...] = (("txt",), ("json", "caption"), ("json", "text"))
     label: tuple[FieldPath, ...] = (("cls",), ("json", "label"))
     parts: tuple[str, ...] | None = None  # the only extensions to read; None means all
-    # True: keep the case of extensions, like Energon. False: convert to lower case, like webdataset.
+    # True keeps the case of extensions, like Energon. False converts to lower case, like webdataset.
     exact: bool = False
-    # True: the user's code reads all members, so the index has no medium, caption or label
+    # True if the user's code reads all members. The index then has no medium, caption or label.
     whole: bool = False
     # True if a caption may be empty
-    empty: bool = field(default=False, repr=False)  # not in the repr, because the repr is hashed
+    empty: bool = field(default=False, repr=False)  # excluded, because the repr is hashed
 
     def find_medium(self, parts: Mapping[str, object]) -> str | None:
         """Return the extension of the picture or clip. ``jpg`` is preferred to ``mask.jpg``."""
@@ -413,7 +412,7 @@ def suffix_of(ending: str) -> str:
 
 
 def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
-    """Return the caption in a member, without surrounding whitespace. empty: allow an empty caption. Raises ValueError
+    """Return the caption in a member, without white space around it. empty: allow an empty caption. Raises ValueError
     for a missing or empty caption."""
     text = _read(content, path)
     if not isinstance(text, str):
@@ -424,7 +423,7 @@ def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
 
 
 def read_label(content: bytes, path: FieldPath) -> int:
-    """Return the class in a member's content. Raises ValueError if the content is not a class."""
+    """Return the class in a member's content. Raises ValueError if there is none."""
     label = _read(content, path)
     try:
         number = int(label) if isinstance(label, str) else label
@@ -463,7 +462,7 @@ def _kind(value: object) -> str:
 
 @dataclass
 class Sample:
-    """The members of a tar that share one key."""
+    """The members of a tar with the same key."""
 
     key: str
     start: int  # byte range of all members
@@ -472,8 +471,8 @@ class Sample:
 
 
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
-    """Yield the samples of a tar in order. Consecutive members with one key form a sample. exact: see ``Fields``.
-    Raises ValueError, naming the tar, if the tar is damaged or compressed, or a key or member occurs twice."""
+    """Yield the samples of a tar in order. Consecutive members with the same key form a sample. exact: see ``Fields``.
+    Raises ValueError, naming the tar, if the tar is damaged or compressed, or if a key or member occurs twice."""
     name, seen, sample = printable(path), set(), None
     with open(open_regular(path), "rb") as file:
         try:
@@ -506,7 +505,7 @@ def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
 
 @dataclass
 class _Rows:
-    """The records of an index, collected while the tar is scanned."""
+    """The records of an index, collected during the scan of a tar."""
 
     fields: Fields
     rows: list[tuple[Any, ...]] = field(default_factory=list)
@@ -514,7 +513,7 @@ class _Rows:
     captions: list[bool] = field(default_factory=list)
     suffixes: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    why_not: list[str] = field(default_factory=list)  # per record: why caption or label is missing
+    why_not: list[str] = field(default_factory=list)  # for each record, why caption or label is missing
     seen: int = 0
     latents: bool = False  # True if a sample without a picture or clip may hold latents
 
@@ -554,7 +553,7 @@ class _Rows:
         self.rows.append((at, size, 0, 0, NO_LABEL, 0, crc, self.suffixes.setdefault("", 0), 0, number, [0] * 2))
 
     def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
-        """Return (index of the path, the value or None, the reason if there is no value)."""
+        """Return (index of the path, value or None, reason for None)."""
         why = ""
         for number, path in enumerate(paths):
             if (part := sample.parts.get(path[0])) is None or not self.fields.takes(path[0]):
@@ -571,7 +570,7 @@ class _Rows:
 
 
 class _Member:
-    """File-like reader of one member of a tar."""
+    """File-like reader for a member of a tar."""
 
     def __init__(self, file: BinaryIO, at: int, size: int):
         self._file, self._start, self._size, self._at = file, at, size, 0
@@ -604,12 +603,12 @@ def scan(
     path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
 ) -> tuple[Header, np.ndarray, bytes]:
     """Return a tar's index: the header, the records (an array of ``ROW``) and the keys. Samples without a picture or
-    clip are left out. If any sample has a caption, samples without one are left out. Otherwise, if any sample has a
-    label, samples without one are left out.
+    clip are left out. If some samples have captions, samples without a caption are left out. Otherwise, if some have
+    labels, samples without a label are left out.
 
     checksums: True reads the complete tar, and stores its SHA-256 and each medium's CRC-32. False reads only headers,
-    captions and labels. sha256: SHA-256 of the tar, if known. Raises ValueError as :func:`samples_of` and for a tar
-    without samples. Raises OSError."""
+    captions and labels. sha256: the tar's SHA-256, if known. Raises OSError, and ValueError as :func:`samples_of` or
+    for a tar without samples."""
     path, fields = Path(path), fields or Fields()
     found = _Rows(fields)
     with open(open_regular(path), "rb") as file:

@@ -1,7 +1,7 @@
 """``preprocess.py shards`` packs media or cached latents into tars, and ``preprocess.py index`` indexes tars.
 
-All tars are planned before the first one is written. So any process can write any tar, and rewriting an interrupted tar
-gives the same bytes.
+All tars are planned before the first one is written, so that any process can write any tar, and a rewritten tar has the
+same bytes.
 """
 
 import builtins
@@ -78,15 +78,15 @@ _READ = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to pack: a media file, and a second member with the caption or class."""
+    """A sample to pack: a media file, and a second member with its caption or class."""
 
     key: str
     path: str
-    bytes: int  # bytes of the media file
-    changed: int  # its modification time in ns
-    ending: str  # its extension in the tar
-    beside: str  # second member's extension: txt or cls
-    text: builtins.bytes  # second member's content
+    bytes: int  # size of the media file
+    changed: int  # modification time of the media file in ns
+    ending: str  # the medium's extension in the tar
+    beside: str  # the second member's extension: txt or cls
+    text: builtins.bytes  # the second member's content
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class TarPlan:
 
 
 def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
-    """Return (samples, class names, "path: reason" for files that can't be packed) for a table or folder. With captions
-    there are no class names. Raises ValueError or FileNotFoundError."""
+    """Return (samples, class names, "path: reason" for files that can't be packed) for a table or folder. With
+    captions, there are no class names. Raises ValueError or FileNotFoundError."""
     captioned = find_captions(data_path) if os.path.isdir(data_path) else None
     if captioned is not None and not captioned.has_captions:
         found = find_pictures(data_path)
@@ -111,7 +111,7 @@ def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
         for row in read_table(data_path) if captioned is None else captioned.rows:
             suffix = suffix_of(str(row.path))
             if suffix not in picture_suffixes() | CLIPS:
-                suffix = ".jpg" if row.is_picture else ".mp4"  # decoders ignore the suffix, so any will do
+                suffix = ".jpg" if row.is_picture else ".mp4"  # decoders ignore the suffix
             media.append((str(row.path), suffix, row.text))
     states = in_threads(lambda medium: _state(medium[0]), media, 16)
     entries, left_out = [], []
@@ -153,7 +153,7 @@ def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPl
 
 
 def is_done(job: TarPlan) -> bool:
-    """Return True if the tar and its index are complete. Raises ValueError for an index of another plan."""
+    """Return True if the tar and its index are complete. Raises ValueError for an index with another plan."""
     if not index_of(job.tar).exists():
         return False
     header = TarIndex(index_of(job.tar)).header
@@ -166,8 +166,8 @@ def is_done(job: TarPlan) -> bool:
 
 
 def write_job(job: TarPlan) -> int:
-    """Write a tar and then its index, both atomically. Return the number of samples. Raises ValueError if a file has
-    changed since the tars were planned, and OSError, for example if the disk is full."""
+    """Write a tar and then its index, both atomically. Return the number of samples. Raises OSError, or ValueError if a
+    file has changed since the tars were planned."""
     with replacing(job.tar, temporary=f"{job.tar.name}.{os.getpid()}.partial") as new:
         written = write_file(new, tar_blocks(_members(job.entries)))
         header, rows, keys = scan(Path(new.name), plan=job.plan, sha256=written["sha256"])
@@ -196,12 +196,12 @@ def _content(entry: Entry) -> Iterator[bytes]:
 # ------------------------------------------------------------------------------------------ the commands
 
 
-_TRIED = 100  # maximum number of samples that are read to find the name of the latents' array
+_TRIED = 100  # maximum samples to read for finding the name of the latents' array
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
     """Pack a folder or table into tars of up to ``shard_size`` bytes, or convert latents of version 1. Complete tars
-    stay. Raises ValueError, OSError or DataError."""
+    stay unchanged. Raises ValueError, OSError or DataError."""
     path = Path(data_path)
     if path.is_dir() and holds_old_latents(path):
         return convert_latents(path, Path(output), num_workers=num_workers)
@@ -234,16 +234,17 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
 def index_folder(
     root: str, *, latents: str | None, energon_cooker: str | None, num_workers: int, force: bool, **of_latents: Any
 ) -> None:
-    """Run ``preprocess.py index`` with the values of its flags. of_latents: further arguments of ``index_latents``."""
+    """Run ``preprocess.py index`` with its flags as arguments. of_latents: further arguments of ``index_latents``."""
     if latents is None:
         return make_indexes(root, num_workers=num_workers, energon_cooker=energon_cooker, force=force)
     return index_latents(root, latents, num_workers=num_workers, force=force, **of_latents)
 
 
 def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
-    """Index a tar, or a folder's tars with missing or outdated indexes. force: index all tars. In a folder from
-    Energon, index the tars of all splits, with the folder's field map or with a cooker (``module:function``). Raises
-    ValueError, OSError or DataError. Indexes written before the error remain."""
+    """Index a tar, or those of a folder's tars with missing or outdated indexes. force: index all tars.
+
+    In a folder from Energon, the tars of all splits are indexed, with the folder's field map or with a cooker
+    (``module:function``). Raises ValueError, OSError or DataError. Indexes written before the error remain."""
     path, fields, plan, counts = Path(root), None, "", []
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if is_prepared(path):
@@ -277,8 +278,8 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
 def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
-    """Index every tar with a missing or outdated index, or with one of another plan. Print the samples that are left
-    out. root: follow no link below this folder. Raises as :func:`make_indexes`."""
+    """Index every tar whose index is missing, outdated or for another plan. Print the samples that are left out. root:
+    follow no link below this folder. Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
@@ -345,9 +346,9 @@ def index_latents(
     num_workers: int = 4,
     force: bool = False,
 ) -> None:
-    """Index a folder of tars with another program's latents. form: see opendit/data/latents.py. Only the VAE's
-    configuration is read, not its weights. Raises OSError, and ValueError, with the fix, if latents do not fit form,
-    VAE and size, or if the tars mix captions and classes."""
+    """Index a folder of tars with another program's latents. form: see opendit/data/latents.py. The VAE's configuration
+    is read, but not its weights. Raises OSError. Raises ValueError, with the fix, if latents do not fit form, VAE and
+    size, or if the tars mix captions and classes."""
     folder, shown = Path(root), f"DIR {printable(root)}"
     tars = sorted(folder.glob("*.tar")) if folder.is_dir() else []
     if not tars:
@@ -397,7 +398,7 @@ def index_latents(
 
 
 def _geometry(vae: str, image_size: int, frames: int | None) -> tuple[tuple[int, ...], PerChannel, PerChannel]:
-    """Return (2C, [t,] h, w), the scaling factor and the shift factor. Raises ValueError or FileNotFoundError."""
+    """Return ((2C, [t,] h, w), scaling factor, shift factor). Raises ValueError or FileNotFoundError."""
     scale, shift = codec_scale(vae)
     channels, downscale, temporal = video_geometry(vae, 3)
     sides = latent_sides(vae, downscale, image_size, image_size)
@@ -408,7 +409,7 @@ def _geometry(vae: str, image_size: int, frames: int | None) -> tuple[tuple[int,
 
 
 def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown: str) -> tuple[str, ...]:
-    """Return ``choose_arrays`` of the first sample with such latents. Raises ValueError if ``_TRIED`` samples have
+    """Return ``choose_arrays`` for the first sample with such latents. Raises ValueError if ``_TRIED`` samples have
     none."""
     problem = "no samples"
     with open(open_regular(tar), "rb") as file:
@@ -428,12 +429,12 @@ def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown:
 
 # ------------------------------------------------------------------------------------------ latents of early versions
 
-# A folder of version 1 holds latents-00000-of-00012.safetensors, ... and an index.json for one picture size. A file of
-# n samples has the tensors moments (n, F, 2C, [t,] h, w) float16 (see opendit.data.latents), labels and rows (n,) int64
-# and, with captions, captions (bytes,) uint8 in UTF-8 with caption_ends (n,). With a text encoder it also has tokens
-# (total caption tokens, D) with token_ends (n,), and pooled (n, P). The metadata hold the settings and the unreadable
-# files.
-_KEY = "opendit"  # the only metadata key of a file
+# A folder of version 1 holds latents-00000-of-00012.safetensors, ... and an index.json for one picture size. A file
+# with n samples has the tensors moments (n, F, 2C, [t,] h, w) float16 (see opendit.data.latents), labels and rows (n,)
+# int64. With captions, it has captions (bytes,) uint8 in UTF-8 with caption_ends (n,). With a text encoder, it has
+# tokens (all captions' tokens, D) with token_ends (n,), and pooled (n, P). The metadata are the settings and the
+# unreadable files.
+_KEY = "opendit"  # the only metadata key in a file
 
 
 class LatentsIndex(LatentsOfOneSize):
@@ -448,10 +449,10 @@ LATENTS_INDEX = FileKind(LatentsIndex, 32 * MIB)
 
 @dataclass(frozen=True)
 class LatentsTar:
-    """A tar to write from one safetensors file."""
+    """A tar to write from a safetensors file."""
 
     path: Path
-    file: dict[str, Any]  # index entry of the safetensors file
+    file: dict[str, Any]  # the safetensors file's entry in the index
     # content of the tar's first member
     settings: dict[str, Any]
     skipped: list[str]
@@ -466,7 +467,7 @@ def holds_old_latents(folder: Path) -> bool:
 
 
 def convert_latents(folder: Path, output: Path, *, num_workers: int) -> None:
-    """Write a folder's latents as tars in ``output``, one for each file. Existing tars stay, so an interrupted
+    """Write a folder's latents as tars in ``output``, one for each file. Existing tars stay, so that an interrupted
     conversion continues. Raises ValueError for an invalid index or other tars in ``output``, and DataError for damaged
     files."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
@@ -520,7 +521,7 @@ def _write(plan: LatentsTar, folder: Path) -> int:
 
 
 def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
-    """Yield the samples of a file. Raises KeyError, ValueError or RuntimeError if its tensors do not fit."""
+    """Yield the samples in a file. Raises KeyError, ValueError or RuntimeError if its tensors do not fit together."""
     rows, labels = tensors["rows"].tolist(), tensors["labels"].tolist()
     captions: Iterable[str | None] = repeat(None, len(rows))
     if "captions" in tensors:

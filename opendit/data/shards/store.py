@@ -1,6 +1,6 @@
 """Read byte ranges of tars, from local disks or from addresses that fsspec opens (https, s3, ...).
 
-Ranges from an address are cached on the local disk. The ranges that are needed next are prefetched.
+Ranges from an address are cached on the local disk, and ranges that are needed next are prefetched.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
 
 class LocalTars:
-    """Tars on a local disk. sizes: each tar's bytes by its index, checked when the tar is opened."""
+    """Tars on a local disk. sizes: each tar's bytes from its index, checked when the tar is opened."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         self.paths, self.sizes = list(paths), list(sizes)
-        self._me = object()  # distinguishes this object's open files from other objects' files
+        self._me = object()  # distinguishes this object's open files from those of other objects
 
     def read(self, tar: int, at: int, size: int) -> bytes:
         """Return ``size`` bytes from offset ``at``. Raises DataError, naming the tar, if the tar is missing, truncated
@@ -50,7 +50,7 @@ class LocalTars:
         return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Return False: there is no other copy of damaged bytes, so reading them again would not help."""
+        """Return False, because a second read would give the same damaged bytes."""
         return False
 
     def _open(self, tar: int) -> int:
@@ -79,20 +79,20 @@ def size_problem(name: str, found: int, expected: int) -> str:
 TIME_LIMIT = 30.0  # seconds for one attempt, plus the transfer time at ``SLOWEST``
 SLOWEST = 1 << 20  # lowest transfer rate in bytes per second
 CHUNK = 1 << 18  # bytes per read
-AT_ONCE = 16  # indexes fetched concurrently
-MOST_TARS = 1_000_000  # maximum names that all patterns give
+AT_ONCE = 16  # indexes to fetch concurrently
+MOST_TARS = 1_000_000  # maximum names from all patterns
 MOST_LETTERS = 1 << 27  # maximum characters in these names
 MOST_BRACES = 200  # maximum pairs of braces per pattern
 _DIGITS = 18  # maximum digits per number in braces
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
 MOST_PAGE = 16 * MIB  # maximum bytes of a web page that lists a folder
-MOST_INDEX = 1024 * MIB  # maximum bytes of one tar's index
+MOST_INDEX = 1024 * MIB  # maximum bytes of a tar's index
 NO_RANGES = "its server does not answer requests of ranges; take another one"
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # environment variables
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
 GROUPS = 16  # maximum unused groups of prefetched ranges
 BYTES = 2**28  # maximum bytes in these groups; a single group may have more
-GAP = 2**14  # maximum gap in bytes between ranges that share a request
+GAP = 2**14  # maximum bytes between ranges that share a request
 
 
 # ------------------------------------------------------------------------------------------ cache
@@ -100,7 +100,7 @@ GAP = 2**14  # maximum gap in bytes between ranges that share a request
 
 class FileCache:
     """Cache of byte strings by name, as files in ``folder``. Several processes may share the folder. A file appears
-    when it is complete. A process checks the folder's size after each hundredth of ``limit`` written bytes. Above
+    when it is complete. A process checks the folder's size whenever it has written a hundredth of ``limit``. Above
     ``limit``, the least recently used files are deleted until nine tenths remain."""
 
     def __init__(self, folder: Path, limit: int):
@@ -109,12 +109,12 @@ class FileCache:
 
     @classmethod
     def of_environment(cls) -> "FileCache":
-        """Return the cache that OPENDIT_SHARD_CACHE and OPENDIT_SHARD_CACHE_SIZE specify. Raises ValueError."""
+        """Return the cache according to OPENDIT_SHARD_CACHE and OPENDIT_SHARD_CACHE_SIZE. Raises ValueError."""
         folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
         return cls(folder, read_size(os.environ.get(SIZE) or DEFAULT_SIZE, SIZE))
 
     def path(self, name: str) -> Path:
-        """Return the path of the entry with this name. The file need not exist."""
+        """Return the path for a name. The file need not exist."""
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
         return self.folder / digest[:2] / digest[2:40]
 
@@ -157,7 +157,7 @@ class FileCache:
         for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
-                    # Another process may be writing this file. Killed processes leave few such files.
+                    # Another process may be writing this file. Killed processes leave only few such files.
                     if file.name.endswith(".partial"):
                         continue
                     with suppress(OSError):  # another process may delete it
@@ -185,11 +185,11 @@ class ByteRange(NamedTuple):
     size: int
 
 
-Ranges = Sequence[ByteRange]  # fetched by one request
+Ranges = Sequence[ByteRange]  # ranges for one request
 
 
 def grouped(ranges: Iterable[ByteRange]) -> list[list[ByteRange]]:
-    """Group ranges of one tar that are at most ``GAP`` bytes apart. Groups are in the order of their first ranges."""
+    """Group ranges in the same tar that are at most ``GAP`` bytes apart. Groups are ordered by their first ranges."""
     groups: list[list[ByteRange]] = []
     for part in ranges:
         near = (group for group in groups if max(part.at, group[0].at) - min(_end(part), _end(group[0])) <= GAP)
@@ -205,15 +205,14 @@ def _end(part: ByteRange) -> int:
 
 
 class _Begun(NamedTuple):
-    ranges: set[ByteRange]  # ranges that the reader has not used yet
+    ranges: set[ByteRange]  # ranges that are not used yet
     size: int
     work: Background[dict[ByteRange, bytes]]
 
 
 class FetchAhead:
-    """Fetches groups of byte ranges in threads while the process decodes earlier ranges. The process does not wait for
-    the threads at its end. fetch: returns the bytes of each range in a group. :meth:`take` raises the errors of
-    ``fetch``."""
+    """Fetches groups of byte ranges in threads while the process decodes earlier ranges. The threads do not delay the
+    end of the process. fetch: returns the bytes of each range in a group. :meth:`take` raises errors of ``fetch``."""
 
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
         self._fetch, self._process = fetch, 0
@@ -221,9 +220,8 @@ class FetchAhead:
         self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
-        """Start fetching ``groups``, and drop the groups of earlier calls. Ranges must be taken in the order of
-        ``groups``."""
-        self._process = os.getpid()  # to detect a fork: a child lacks its parent's threads
+        """Start fetching ``groups``, and drop earlier groups. Ranges must be taken in the order of ``groups``."""
+        self._process = os.getpid()  # to detect a fork, because a child lacks its parent's threads
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
 
@@ -259,9 +257,9 @@ class FetchAhead:
 
 
 def expand(patterns: Iterable[str]) -> list[str]:
-    """Expand the braces of patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do.
+    """Expand the braces in patterns like ``part-{000..127}.tar`` and ``{left,right}.tar``, as shells do.
 
-    Raises ValueError for unmatched braces, or if all patterns give too many names or characters."""
+    Raises ValueError for unmatched braces, or if the patterns give too many names or characters."""
     names, size = [], 0
     for pattern in patterns:
         if pattern.count("{") > MOST_BRACES:
@@ -280,7 +278,7 @@ def _check_names(pattern: str, names: int, size: int) -> None:
 
 
 def _expand(text: str, pattern: str) -> list[str]:
-    """Return the names in the expansion of ``text``. pattern: the complete pattern, for messages."""
+    """Return all expansions of ``text``. pattern: the complete pattern, for messages."""
     if re.search(r"[{}]", text) is None:
         return [text]
     depth, cuts = 0, []  # cuts: the outer braces and the commas between them
@@ -299,7 +297,7 @@ def _expand(text: str, pattern: str) -> list[str]:
         middles = [name for choice in choices for name in _expand(choice, pattern)]
     elif span := _SPAN.fullmatch(choices[0]):
         middles = _numbers(pattern, *span.groups("1"))
-    else:  # {x} stays as it is
+    else:  # {x} stays unchanged
         middles = [f"{{{name}}}" for name in _expand(choices[0], pattern)]
     before, ends = text[: cuts[0]], _expand(text[cuts[-1] + 1 :], pattern)
     count, letters = len(middles) * len(ends), sum(map(len, middles)) * len(ends) + sum(map(len, ends)) * len(middles)
@@ -319,12 +317,12 @@ def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
 
 
 class _RefusedAnswer(DataError):
-    """Raised for an invalid answer of a server if a retry would not help."""
+    """Raised for a server's invalid answer if a retry would not help."""
 
 
 async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
-    """Return all bytes from ``read``. Raises _RefusedAnswer for more than ``most`` bytes, and asyncio.TimeoutError if n
-    bytes take longer than ``TIME_LIMIT`` + n / ``SLOWEST`` seconds."""
+    """Return all bytes from ``read``. Raises _RefusedAnswer for more than ``most`` bytes. Raises asyncio.TimeoutError
+    if n bytes take longer than ``TIME_LIMIT`` + n / ``SLOWEST`` seconds."""
     parts, size, begin = [], 0, time.monotonic()
     while True:
         left = TIME_LIMIT + size / SLOWEST - (time.monotonic() - begin)
@@ -338,7 +336,7 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Raise an error if the answer's Content-Range, ``told``, differs from the request. whole: size of the file, if
+    """Raise an error if ``told``, the answer's Content-Range, is not the requested range. whole: the file's size, if
     known."""
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
@@ -348,7 +346,7 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return a file of at most ``most`` bytes from a web server. With ``start``, return exactly ``most`` bytes from
+    """Return a file of at most ``most`` bytes from a web server or, with ``start``, exactly ``most`` bytes from
     there."""
     import aiohttp
 
@@ -382,8 +380,8 @@ async def _get_http(system: Any, address: str, start: int | None, most: int, who
 
 
 class Remote:
-    """File system behind addresses of one kind (https, s3, ...). A forked process opens new connections, because fsspec
-    requires it."""
+    """File system for addresses of one kind (https, s3, ...). A forked process opens new connections, as fsspec
+    requires."""
 
     def __init__(self, address: str):
         self.kind = address.partition("://")[0].lower()
@@ -407,8 +405,8 @@ class Remote:
         return {"kind": self.kind, "_system": None, "_process": None}
 
     def read(self, address: str, start: int, size: int, whole: int | None = None) -> bytes:
-        """Return ``size`` bytes from ``start`` on, with retries. whole: size of the file, if known. Raises DataError,
-        naming the address, if the range can't be read or the server sends a different range."""
+        """Return ``size`` bytes from ``start`` on, with retries. whole: the file's size, if known. Raises DataError,
+        naming the address, if the range can't be read or the server sends another range."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, start=start, end=start + size, whole=whole) if size else b""
@@ -427,8 +425,8 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a file of at most ``most`` bytes, with retries. check: raises an error for invalid content, also with
-        retries. Raises DataError, naming the address."""
+        """Return a file of at most ``most`` bytes, with retries. check: raises an error for invalid content, which is
+        then retried. Raises DataError, naming the address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -451,13 +449,13 @@ class Remote:
         def once() -> dict[str, Any]:
             try:
                 return self.call("info", address)
-            except FileNotFoundError:  # fsspec raises this for any HTTP failure; the later read raises the real error
+            except FileNotFoundError:  # fsspec's error for any HTTP failure; a later read raises the real error
                 return {}
 
         if not (found := retried(address, once)):
             return ""
         told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
-        # Some web servers send no ETag, but one of these.
+        # Some web servers send one of these instead of an ETag.
         told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
         return " ".join(f"{name}={value}" for name, value in told.items())
 
@@ -469,7 +467,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars to which the web page of ``folder`` links, if they are on its server."""
+        """Return the tars on the same server to which the web page of ``folder`` links."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
@@ -492,8 +490,7 @@ class Remote:
         return self._limited(TIME_LIMIT + most / SLOWEST, "cat_file", address, **options)
 
     def _limited(self, seconds: float, name: str, *args: Any, **options: Any) -> Any:
-        """Call the fsspec method ``name`` with a time limit. A method that is not asynchronous runs in a separate
-        thread."""
+        """Call the fsspec method ``name`` with a time limit. A synchronous method runs in a separate thread."""
         system = self.system
         if system.async_impl:
             return self._sync(seconds, getattr(system, f"_{name}"), *args, **options)
@@ -512,8 +509,8 @@ class Remote:
 
 
 class RemoteTars:
-    """Tars behind addresses, with a cache of the ranges that were read. It has the methods of ``LocalTars``. contents:
-    checksum of each tar, or "". sizes: each tar's bytes by its index."""
+    """Tars behind addresses, with a cache of ranges and the methods of ``LocalTars``. contents: each tar's checksum, ""
+    if unknown. sizes: each tar's bytes from its index."""
 
     def __init__(
         self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
@@ -523,7 +520,7 @@ class RemoteTars:
         self._ahead = FetchAhead(self._fetch)
 
     def prefetch(self, groups: Iterable[Ranges]) -> None:
-        """Start fetching the ranges that the next calls of ``read`` will need, in this order."""
+        """Start fetching the ranges that the next calls of ``read`` need, in this order."""
         _ = self.remote.system  # create the file system before threads share it
         self._ahead.begin(group for group in groups if not all(self.cache.has(self._name(*part)) for part in group))
 
@@ -549,15 +546,15 @@ class RemoteTars:
         return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Remove a range from the cache. Return True: the range can be read again from its address."""
+        """Remove a range from the cache. Return True, because the range can be read again from its address."""
         self.cache.forget(self._name(tar, at, size))
         return True
 
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
-    """Fetch the index of every tar into the cache's folder, unless this version is there already, and return the paths.
-    If the folder's disk is full, use a temporary folder that is deleted at exit. Raises DataError, naming the address,
-    if an index can't be fetched, and ValueError if neither folder has space."""
+    """Fetch the current index of every tar into the cache's folder, unless it is there, and return the paths. If the
+    folder's disk is full, use a temporary folder that is deleted at exit. Raises DataError, naming the address, if an
+    index can't be fetched, and ValueError if neither folder has space."""
     kept = cache.folder / "indexes"
 
     def fetch(address: str, folder: Path) -> Path:
@@ -568,7 +565,7 @@ def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) ->
             if version and (is_index(path := kept / file) or is_index(path := folder / file)):
                 return path
             content = remote.read_all(name, MOST_INDEX, check_whole)
-        except ValueError as error:  # the content is no index but, for example, a web page
+        except ValueError as error:  # the content is another file, such as a web page
             raise DataError(f"{printable(name)}: {error}") from error
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"
