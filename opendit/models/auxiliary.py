@@ -36,12 +36,11 @@ CENTRED = 0.7
 
 @dataclass(frozen=True)
 class AlignmentConfig:
-    """Settings of representation alignment. block: number of blocks after which tokens are aligned. width: width of the
-    encoder's features. projector: "mlp" ([R]) or "conv" ([I])."""
+    """Settings of representation alignment."""
 
-    block: int
-    width: int
-    projector: str = "mlp"
+    block: int  # number of blocks after which tokens are aligned
+    width: int  # width of the encoder's features
+    projector: str = "mlp"  # mlp ([R]) or conv ([I])
 
     def parameters(self, dim: int) -> int:
         if self.projector == "conv":

@@ -75,12 +75,11 @@ MLPS = {"gelu": Mlp, "gelu_exact": ExactMlp, "swiglu": SwiGlu}
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of a block. name: name of its module. sees: the tokens that a token attends to; None for the MLP.
-    modulated: True if the branch has a shift, a scale and a gate."""
+    """A branch of a block."""
 
-    name: str
-    sees: Literal["all", "frame", "time", "caption"] | None
-    modulated: bool = True
+    name: str  # name of the branch's module
+    sees: Literal["all", "frame", "time", "caption"] | None  # the tokens that a token attends to; None for the MLP
+    modulated: bool = True  # True if the branch has a shift, a scale and a gate
 
     @property
     def norm(self) -> str:
@@ -440,8 +439,8 @@ class SharedModulation(nn.Module):
 
 class JointBlock(nn.Module):
     """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
-    2024, fig. 2). x (B, N, D) holds one stream after another; in a pack, each segment does. ``grid.streams`` holds the
-    streams' token counts."""
+    2024, fig. 2). x (B, N, D) holds one stream after another, or in a pack, one segment after another with its streams.
+    ``grid.streams`` holds the streams' token counts."""
 
     recomputed = True
 

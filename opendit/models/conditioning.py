@@ -35,17 +35,13 @@ class TextConfig:
 
 @dataclass(frozen=True, eq=False)
 class TextCondition:
-    """Encoded captions: tokens (B, L, Dt), mask (B, L) bool, True for tokens, and pooled vector (B, Dt).
+    """Encoded captions. This is no named tuple, because some training plugins can't rebuild named tuples."""
 
-    ``pooled`` may instead hold a picture's tokens (B, tokens, width). ``guidance`` is the guidance scale (B,), for
-    models with the scale as an input. ``shortest`` is a lower bound of the captions' token counts, known without
-    waiting for the device. This is no named tuple, because some training plugins can't rebuild named tuples.
-    """
-
-    tokens: Tensor
-    mask: Tensor
-    pooled: Tensor
-    guidance: Tensor | None = None
+    tokens: Tensor  # (B, L, Dt)
+    mask: Tensor  # (B, L) bool, True for tokens
+    pooled: Tensor  # pooled vector (B, Dt), or a picture's tokens (B, tokens, width)
+    guidance: Tensor | None = None  # guidance scale (B,), for models with the scale as an input
+    # lower bound of the captions' token counts, known without waiting for the device
     shortest: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:

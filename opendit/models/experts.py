@@ -17,12 +17,11 @@ from opendit.models.layers import Mlp
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block's MLP. count: number of experts. hidden: width of their hidden layers. capacity: average
-    number of experts per token."""
+    """The experts of a block's MLP."""
 
-    count: int
-    hidden: int
-    capacity: float
+    count: int  # number of experts
+    hidden: int  # width of an expert's hidden layer
+    capacity: float  # average number of experts per token
 
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
@@ -137,9 +136,8 @@ def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
 
 
 def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
-    """Add up the rows of weight * out (M, D) in a tensor of ``like``'s shape (B, N, D). Row i of ``out`` is added to
-    row ``row[i]`` of the flattened result. The sums are accumulated in fp32 or wider and returned in the dtype of
-    ``like``."""
+    """Return zeros of ``like``'s shape (B, N, D), with row i of weight * out (M, D) added to row ``row[i]`` of the
+    flattened result. Sums are accumulated in fp32 or wider; the result has the dtype of ``like``."""
     B, N, _ = like.shape
     return _AddRows.apply(out * weight.unsqueeze(-1), row, B * N).view(like.shape).to(like.dtype)
 

@@ -34,14 +34,12 @@ A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # peft's suffixes of 
 
 @dataclass(frozen=True)
 class Lora:
-    """A run's LoRA settings, as stored in checkpoints. rank: default rank of A and B. alpha: B A is multiplied by alpha
-    / rank, with the default rank in all layers. base: file with the weights W. targets: patterns of layer names
-    (--lora_targets); empty for all layers of attention and MLP in the blocks."""
+    """A run's LoRA settings, as stored in checkpoints."""
 
-    rank: int
-    alpha: float
-    base: str
-    targets: Sequence[str] = ()
+    rank: int  # default rank of A and B
+    alpha: float  # B A is multiplied by alpha / rank, with the default rank in all layers
+    base: str  # file with the weights W
+    targets: Sequence[str] = ()  # patterns of layer names; empty for all layers of attention and MLP in the blocks
 
     @property
     def scale(self) -> float:
@@ -174,18 +172,16 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements. reused,
-    resized, new: the model's parameters. recomputed: the model's buffers. left_out: unused tensors in the file. stored:
-    name in the file for each reused tensor. why, made: explanation and value for each resized tensor."""
+    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements."""
 
     reused: dict[str, int] = field(default_factory=dict)
     resized: dict[str, int] = field(default_factory=dict)
     new: dict[str, int] = field(default_factory=dict)
-    recomputed: dict[str, int] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
-    why: dict[str, str] = field(default_factory=dict)
-    stored: dict[str, str] = field(default_factory=dict)
-    made: dict[str, Tensor] = field(default_factory=dict)
+    recomputed: dict[str, int] = field(default_factory=dict)  # buffers
+    left_out: dict[str, int] = field(default_factory=dict)  # unused tensors in the file
+    why: dict[str, str] = field(default_factory=dict)  # for each resized tensor, an explanation
+    stored: dict[str, str] = field(default_factory=dict)  # for each reused tensor, the name in the file
+    made: dict[str, Tensor] = field(default_factory=dict)  # values of the resized tensors
 
     @property
     def untrained(self) -> list[str]:

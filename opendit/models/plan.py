@@ -24,8 +24,8 @@ Count = Callable[[OwnConfig], int]  # function that computes a number of tokens 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the complete parameter. ``partial_gradient``: True if each rank uses the parameter for different
-    heads or experts; the gradient is then the sum over the ranks. False if every rank computes the complete
+    """Every rank holds the complete parameter. ``partial_gradient``: True if ranks use the parameter for different
+    heads or experts, so that the gradient is a sum over the ranks. False if every rank computes the complete
     gradient."""
 
     partial_gradient: bool = False
@@ -48,10 +48,9 @@ class Column:
 @dataclass(frozen=True)
 class Row:
     """Ranks have different input features of a linear layer: slices of the weight along dimension 1. The output is the
-    sum of the ranks' products. The bias is added to the sum once and is :class:`Replicated`. ``heads``: number of
-    attention heads in the input, never split between ranks; None without heads."""
+    sum of the ranks' products. The bias is added to the sum once and is :class:`Replicated`."""
 
-    heads: int | None = None
+    heads: int | None = None  # number of attention heads in the input, never split between ranks; None without heads
 
 
 @dataclass(frozen=True)
@@ -93,14 +92,12 @@ def linear(name: str, rule: Rule) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """The division of a model into pipeline stages. The fields are names of modules and buffers. stack: blocks; a stage
-    can begin at any block. first, last: only on the first or last stage. every: on every stage, because each stage
-    computes the condition from t and y. Gradients of ``every`` are summed over stages."""
+    """The division of a model into pipeline stages. The fields are names of modules and buffers."""
 
-    stack: str
-    first: tuple[str, ...]
-    last: tuple[str, ...]
-    every: tuple[str, ...]
+    stack: str  # the blocks; a stage can begin at any block
+    first: tuple[str, ...]  # only on the first stage
+    last: tuple[str, ...]  # only on the last stage
+    every: tuple[str, ...]  # on all stages, to compute the condition from t and y; gradients are summed over stages
 
 
 # ----------------------------------------------------------------------------------------------------- memory and FLOPs
@@ -108,31 +105,24 @@ class StageCuts:
 
 @dataclass(frozen=True)
 class Execution:
-    """Settings of a run that determine what blocks keep for the backward pass.
+    """Settings of a run that determine what blocks keep for the backward pass."""
 
-    fused: norm and modulation are one kernel. autocast: fp32 weights are cast to half precision in the forward pass.
-    fp8: linear layers compute in FP8. recompute: level of --recompute. sequence_parallel: ranks that divide a sample's
-    tokens. frozen_gates: LoRA leaves all gates without a gradient (only in plans of public models).
-    """
-
-    fused: bool = True
-    autocast: bool = False
-    fp8: bool = False
-    recompute: str = "none"
-    sequence_parallel: int = 1
-    frozen_gates: bool = False
+    fused: bool = True  # norm and modulation are one kernel
+    autocast: bool = False  # fp32 weights are cast to half precision in the forward pass
+    fp8: bool = False  # linear layers compute in FP8
+    recompute: str = "none"  # level of --recompute
+    sequence_parallel: int = 1  # number of ranks that divide a sample's tokens
+    frozen_gates: bool = False  # LoRA leaves all gates without a gradient (only in plans of public models)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory for the backward pass. units: tensors (tokens, hidden size) per sample. numbers: further values per
-    sample. Both are in the activations' dtype. statistics: fp32 values per token. weights: bytes, independent of the
-    batch."""
+    """Memory for the backward pass. Units and numbers have the activations' dtype."""
 
-    units: float = 0
-    statistics: float = 0
-    numbers: float = 0
-    weights: float = 0
+    units: float = 0  # tensors (tokens, hidden size) per sample
+    statistics: float = 0  # fp32 values per token
+    numbers: float = 0  # further values per sample
+    weights: float = 0  # bytes, independent of the batch
 
     def __add__(self, other: "Kept") -> "Kept":
         return Kept(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Kept)))
@@ -148,14 +138,13 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class FlopTerm:
-    """FLOPs of a layer's matrix products, per sample and forward pass (2 per multiply-add). place: "block" for a layer
-    in every block. Other layers are computed once, by the pipeline stages "first", "last" or "every". keys: for
-    attention, the number of keys per query; kernel speed depends on this number."""
+    """FLOPs of a layer's matrix products, per sample and forward pass (2 per multiply-add)."""
 
     part: str
     flops: Callable[[OwnConfig], int]
+    # "block" for a layer in every block; otherwise the pipeline stages that compute the layer once
     place: Literal["block", "first", "last", "every"] = "block"
-    keys: Callable[[OwnConfig], int] | None = None
+    keys: Callable[[OwnConfig], int] | None = None  # for attention, keys per query, which determine the kernel's speed
 
     @property
     def per_block(self) -> bool:
@@ -172,13 +161,13 @@ class Plan:
     Attributes:
         rules: Function from a configuration to pattern -> rule. Every parameter's name matches exactly one pattern:
             ``*`` matches one part between dots, and ``**`` one or more. A pattern may match no parameter.
-        divisible: Function from a configuration to the numbers that a parallel group's size must divide: group ("tp",
-            "ep") -> description -> number. The model does not support a group that is missing.
+        divisible: Function from a configuration to numbers that a parallel group's size must divide: group ("tp", "ep")
+            -> description -> number. Missing groups are not supported.
         memory: Terms of the memory that a block keeps for the backward pass.
         backward: Function that returns a block's peak of additional memory in the backward pass, in ``Kept.units``.
         flops: Terms of the FLOPs.
         stages: Points where a pipeline may cut the model.
-        projections: Function from a configuration to pattern of modules -> operations (fields of BlockOps) that get the
+        projections: Function from a configuration to pattern of modules -> operations (fields of BlockOps) with the
             module as their projection. Only these operations read the weights.
         units: Patterns of modules that are shard units: each unit's parameters are gathered and freed together. The
             remaining modules form one more unit. A block's modulation belongs to the block's unit, because a separate

@@ -33,18 +33,12 @@ class SegmentRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a pack, in order.
+    """The segments of a pack, in order. Raises ValueError for an invalid pack."""
 
-    grids: each segment's (frames, rows, columns) in tokens. tokens: the pack's length N, including padding. repeated:
-    for each segment, True if a single frame is repeated to fill a patch of several frames; () for none. kept: for each
-    segment, the number of tokens that a route's blocks process; () without a route. Raises ValueError for an invalid
-    pack.
-    """
-
-    grids: tuple[Grid, ...]
-    tokens: int
-    repeated: tuple[bool, ...] = ()
-    kept: tuple[int, ...] = ()
+    grids: tuple[Grid, ...]  # each segment's (frames, rows, columns) in tokens
+    tokens: int  # the pack's length N, including padding
+    repeated: tuple[bool, ...] = ()  # for each segment, True if a single frame is repeated to fill a patch; () for none
+    kept: tuple[int, ...] = ()  # for each segment, the number of tokens in a route's blocks; () without a route
 
     def __post_init__(self) -> None:
         if not self.grids or any(len(grid) != 3 or min(grid) < 1 for grid in self.grids):
@@ -111,14 +105,12 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSegments:
-    """A pack, or one rank's range of tokens in the pack. sample_of_row: (n,) int32, each token's segment; padding
-    belongs to the last segment. offsets: (S + 1,) int32, see ``Segments.offsets``. first: the first token's index in
-    the pack."""
+    """A pack, or one rank's range of tokens in the pack."""
 
     segments: Segments
-    sample_of_row: Tensor
-    offsets: Tensor
-    first: int = 0
+    sample_of_row: Tensor  # (n,) int32, each token's segment; padding belongs to the last segment
+    offsets: Tensor  # (S + 1,) int32, see ``Segments.offsets``
+    first: int = 0  # the first token's index in the pack
 
     def part(self, first: int, rows: int) -> "PlacedSegments":
         return PlacedSegments(self.segments, self.sample_of_row[first : first + rows], self.offsets, first)
@@ -252,7 +244,7 @@ def segment_attention(
 ) -> Tensor:
     """Attend from each token to the tokens of its segment: softmax(q k^T / sqrt(d)) v. The result is zero for padding.
     q, k, v: (1, H, N, d) of the complete pack. The result has the memory layout (1, N, H, d). This layout is also the
-    fastest for q, k and v."""
+    fastest for the inputs."""
     parts = calls_of(packed.segments.runs, varlen)
     padding = q.shape[2] - sum(part.tokens for part in parts)
     # ``split`` concatenates the gradients in one copy. Slices would create a complete tensor of zeros for each
@@ -323,14 +315,12 @@ class _Reordered(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Interleaved:
-    """Order of a pack with several streams: tokens are grouped by sample. The pack's token i is token ``order[i]`` of
-    the concatenated streams. ``inverse``: the inverse permutation. ``totals``: each stream's token count. ``samples``:
-    for each stream, the tokens' samples."""
+    """Order of a pack with several streams: tokens are grouped by sample."""
 
-    totals: tuple[int, ...]
-    order: Tensor
-    inverse: Tensor
-    samples: tuple[Tensor, ...]
+    totals: tuple[int, ...]  # each stream's token count
+    order: Tensor  # the pack's token i is token ``order[i]`` of the concatenated streams
+    inverse: Tensor  # the inverse permutation
+    samples: tuple[Tensor, ...]  # for each stream, its tokens' samples
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], device: torch.device) -> "Interleaved":

@@ -15,25 +15,19 @@ from opendit.models.positions import Rotary
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """The embedding of the text encoder's tokens (of ``width``) in the network.
+    """The embedding of the text encoder's tokens in the network."""
 
-    layers: "linear"; "norm" (RMSNorm and linear); "mlp" (two linear layers and GELU); or "none". multiple: captions are
-    padded with learned tokens to a multiple of this number. pooled: width of the pooled vector; 0 for none. picture:
-    width of a picture's tokens; 0 for none. Blocks also attend to these tokens. In a condition they replace the pooled
-    vector. masked: True if attention excludes the captions' padding in the joint sequence.
-    """
-
-    width: int
-    layers: Literal["linear", "norm", "mlp", "none"] = "linear"
-    multiple: int = 1
-    pooled: int = 0
-    picture: int = 0
-    masked: bool = False
+    width: int  # width of the text encoder's tokens
+    layers: Literal["linear", "norm", "mlp", "none"] = "linear"  # norm: RMSNorm, linear; mlp: linear, GELU, linear
+    multiple: int = 1  # captions are padded with learned tokens to a multiple of this number
+    pooled: int = 0  # width of the pooled vector; 0 for none
+    picture: int = 0  # width of a picture's tokens, which replace the pooled vector in a condition; 0 for none
+    masked: bool = False  # True if attention excludes the captions' padding in the joint sequence
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Consecutive blocks with the same specification."""
+    """Consecutive equal blocks."""
 
     count: int
     block: BlockSpec
@@ -192,16 +186,14 @@ class Text:
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """The latents of a family. vae: the VAE's class in diffusers. normalised: "scalar": (z - shift_factor) *
-    scaling_factor. "channel": (z - latents_mean) / latents_std. "batch": by the statistics of the VAE's batch norm.
-    video: True if latents have frames. downscale: pixels per latent value along a side. frames_downscale: frames per
-    latent frame after the first."""
+    """The latents of a family. normalised: "scalar" for (z - shift_factor) * scaling_factor, "channel" for
+    (z - latents_mean) / latents_std, "batch" for the statistics of the VAE's batch norm."""
 
-    vae: str
+    vae: str  # the VAE's class in diffusers
     normalised: Literal["scalar", "channel", "batch"]
-    video: bool = False
-    downscale: int = 8
-    frames_downscale: int = 4
+    video: bool = False  # True if latents have frames
+    downscale: int = 8  # pixels per latent value along a side
+    frames_downscale: int = 4  # frames per latent frame after the first
 
 
 @dataclass(frozen=True)
@@ -223,12 +215,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a family, marked by ``setting`` in ``model_index.json``.
-
-    given_frames: conditioning frames that are inserted in place ("first"). architecture: "" for the family's. experts:
-    True if the pipeline has two networks. The value of ``setting`` is then the time in [0, 1] from which the first
-    network is used.
-    """
+    """A variant of a family, marked by ``setting`` in ``model_index.json``."""
 
     setting: str
     image_size: tuple[int, int]
@@ -237,8 +224,9 @@ class Variant:
     scale: float = 5.0
     downscale: int = 8
     fps: float = 16.0
-    given_frames: str | None = None
-    architecture: str = ""
+    given_frames: str | None = None  # conditioning frames that are inserted in place ("first")
+    architecture: str = ""  # "" for the family's
+    # True for two networks; the value of ``setting`` is then the time in [0, 1] from which the first network is used
     experts: bool = False
 
     @property

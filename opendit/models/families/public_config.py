@@ -51,16 +51,15 @@ def family_of(name: str) -> Family:
 
 @dataclass(frozen=True)
 class PublicConfig(DiTConfig):
-    """The configuration of a public model. published: values of ``config.json``, as JSON. index: settings of
-    ``model_index.json``, and "expert" if one of two networks is selected, as JSON. Create it with
-    :func:`public_config`, because fields such as hidden_size must match the published values."""
+    """The configuration of a public model. Create it with :func:`public_config`, because fields such as hidden_size
+    must match the published values."""
 
     kind: ClassVar[str] = "public"
     plain_projections: ClassVar[bool] = False
 
     family: str = ""
-    published: str = ""
-    index: str = "{}"
+    published: str = ""  # values of ``config.json``, as JSON
+    index: str = "{}"  # settings of ``model_index.json``, and "expert" if one of two networks is selected, as JSON
 
     @property
     def variant(self) -> Variant | None:
