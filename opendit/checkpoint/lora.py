@@ -247,7 +247,7 @@ def of_file(
     for name, parts in found.items():
         theirs = tuple(f"{layer}.weight" for layer in layers[name])
         shape = (sum(published[each][0] for each in theirs), prod(published[theirs[0]][1:]))
-        _check(name, parts, shape, path)
+        _check(name, parts, shape, path, _trained_on(metadata))
         a, b = parts["A"].flatten(1), parts["B"].flatten(1)
         factor = parts["alpha"].item() / len(a) if "alpha" in parts else scale(name, len(a))
         named[f"{name}.weight"] = [PlacedLowRank(a, b, weight * factor)]
@@ -281,10 +281,14 @@ def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: Publis
     for mark, kind in KINDS_NOT_READ.items():
         if marked := [key for key in strange if mark in key]:
             return f"{_belong(marked)} to {kind}, which is not read; a file of LoRA's A and B alone is needed"
-    said = next((metadata[key] for key in ("base", "ss_base_model_version", ARCHITECTURE) if metadata.get(key)), None)
-    trained = f" (this one was trained on {shown(said)})" if said else ""
     place = opened.pipeline or opened.transformer
-    return f"{_belong(strange)} to no layer of {place}; a LoRA of this model is needed{trained}"
+    return f"{_belong(strange)} to no layer of {place}; a LoRA of this model is needed{_trained_on(metadata)}"
+
+
+def _trained_on(metadata: Mapping[str, str]) -> str:
+    """Return a remark about the model that a LoRA file's metadata name, or ""."""
+    said = next((metadata[key] for key in ("base", "ss_base_model_version", ARCHITECTURE) if metadata.get(key)), None)
+    return f" (this one was trained on {shown(said)})" if said else ""
 
 
 def _scales(metadata: Mapping[str, str], path: Path) -> Callable[[str, int], float]:
@@ -312,13 +316,14 @@ def _scales(metadata: Mapping[str, str], path: Path) -> Callable[[str, int], flo
     return scale
 
 
-def _check(name: str, parts: Mapping[str, Tensor], shape: tuple[int, int], path: Path) -> None:
+def _check(name: str, parts: Mapping[str, Tensor], shape: tuple[int, int], path: Path, trained_on: str) -> None:
     if "A" not in parts or "B" not in parts:
         raise ValueError(f"{path}: {name} has one matrix of a LoRA without the other")
     a, b = parts["A"].flatten(1), parts["B"].flatten(1)
     if (len(b), a.shape[1]) != shape or len(a) != b.shape[1] or not len(a):
         raise ValueError(
-            f"{path}: {name} has matrices of {list(b.shape)} and {list(a.shape)}, which do not make {list(shape)}"
+            f"{path}: {name} has matrices of {list(b.shape)} and {list(a.shape)}, which do not make {list(shape)}; a "
+            f"LoRA of this model is needed{trained_on}"
         )
     if "alpha" in parts and parts["alpha"].numel() != 1:
         raise ValueError(f"{path}: {name}.alpha is not one number")

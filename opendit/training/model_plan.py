@@ -11,7 +11,7 @@ from opendit.checkpoint.foreign import assumption, infer_config
 from opendit.checkpoint.load import Checkpoint
 from opendit.checkpoint.pretrained import ALONE, find_weights, read_info, read_newest, table_notes
 from opendit.checkpoint.tensor_set import compare
-from opendit.config.architectures import family_in, parse_given, patch_size
+from opendit.config.architectures import family_in, name_of_folder, parse_given, patch_size
 from opendit.config.components import CACHED_FEATURES, DataFlags, StartFlags
 from opendit.config.train import TrainConfig
 from opendit.data import MediaDataset
@@ -205,10 +205,17 @@ def _check_first_frames(flags: TrainConfig, config: PublicConfig, dataset: Media
 
 
 def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:
-    """Raise ValueError if cached caption embeddings don't have a public model's shapes."""
+    """Raise ValueError if cached caption embeddings don't have a public model's shapes, or if the folder that made them
+    holds a model of another family, which has other text encoders."""
     if about.empty_caption is None:
         return
     assert config.text is not None
+    made_by = cast(str, about.text_encoder)
+    if family_in(name_of_folder(made_by) or "") not in (None, config.family):
+        raise ValueError(
+            f"--data_path {flags.data_path}: its captions were embedded by the text encoders of another model "
+            f"({made_by}), not of {flags.model}; make it with preprocess.py latents --pretrained"
+        )
     text, (tokens, _, pooled) = config.spec.text, about.empty_caption
     found, taken = (*tokens.shape, *pooled.shape), (config.text.max_tokens, text.width, text.pooled)
     if found != taken:

@@ -469,7 +469,8 @@ def test_files_that_do_not_fit_are_refused(oracles, tmp_path):
     half = {key: part for key, part in state.items() if "lora_up" not in key}
     assert "has one matrix of a LoRA without the other" in refused(oracles, path, half)
     cut = {key: part[:, :-1].contiguous() if part.dim() == 2 else part for key, part in state.items()}
-    assert "which do not make [24, 24]" in refused(oracles, path, cut)
+    said = refused(oracles, path, cut, metadata={"base": "FLUX.2-klein-4B"})
+    assert "which do not make [24, 24]; a LoRA of this" in said and "trained on 'FLUX.2-klein-4B'" in said
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match="a.safetensors is a pointer of Git LFS, not the file itself"):
         load_pretrained(oracles["flux"][1], lora=[(path, 1.0)])

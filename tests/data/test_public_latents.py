@@ -279,9 +279,24 @@ def test_a_folder_of_captioned_files_with_a_prefix(root, tmp_path, name, capsys)
     assert f"--shuffle_tags: the captions of --data_path {cache} are embedded already; leave it out" in told
 
 
-def test_embeddings_of_another_model_are_refused(root, made, tmp_path, capsys):
-    argv = ["--pretrained", str(root / "z_image"), "--data_path", str(made["flux"]), "--outputs", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("name", "encoder", "found"),
+    [
+        ("z_image", "moved", "its captions are 512 tokens of 20 numbers and a vector of 24, z_image/z_image takes"),
+        (
+            "flux",
+            "sd3",
+            "its captions were embedded by the text encoders of another model (ROOT/sd3), not of flux/flux",
+        ),
+    ],
+    ids=["other shapes", "equal shapes"],
+)
+def test_embeddings_of_another_model_are_refused(root, made, tmp_path, name, encoder, found, capsys):
+    """The folder that made a cache tells the family, and without this folder the shapes do."""
+    shutil.copytree(made["flux"], tmp_path / "cache")
+    index = tmp_path / "cache" / "index.json"
+    index.write_text(index.read_text().replace(f'"encoder": "{root}/flux"', f'"encoder": "{root}/{encoder}"'))
+    argv = ["--pretrained", str(root / name), "--data_path", str(tmp_path / "cache"), "--outputs", str(tmp_path)]
     with pytest.raises(SystemExit):
         train.main([*argv, "--image_size", "64", "--mixed_precision", "fp32"])
-    found = "its captions are 512 tokens of 20 numbers and a vector of 24, z_image/z_image takes"
-    assert found in capsys.readouterr().err
+    assert found.replace("ROOT", str(root)) in capsys.readouterr().err
