@@ -155,14 +155,11 @@ def fastest(times: list[float], equal: list[bool]) -> int | None:
 
 
 class Measured(NamedTuple):
-    """Results of :func:`measured`. ``proposals`` are the ones that cuBLASLt did not reject.
+    """Results of :func:`measured`."""
 
-    microseconds: median time of torch's call, then of each proposal. equal: True if a proposal's bits equal torch's.
-    """
-
-    microseconds: list[float]
-    equal: list[bool]
-    proposals: list[Proposal]
+    microseconds: list[float]  # median time of torch's call, then of each proposal
+    equal: list[bool]  # for each proposal, True if its bits equal torch's
+    proposals: list[Proposal]  # without those that cuBLASLt rejected
 
 
 def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measured:

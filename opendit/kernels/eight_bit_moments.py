@@ -42,15 +42,11 @@ def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
 
 @dataclass(frozen=True)
 class EightBits:
-    """A moment of a tensor, stored in 8 bits.
+    """A moment of a tensor, stored in 8 bits."""
 
-    codes: (numel,) uint8. scales: (units,) fp32, the largest magnitude in each unit of 256 numbers. signed: True for
-    the first moment; the second moment has no negative numbers.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    signed: bool
+    codes: Tensor  # (numel,) uint8
+    scales: Tensor  # (units,) fp32, the largest magnitude in each unit of 256 numbers
+    signed: bool  # True for the first moment; the second moment has no negative numbers
 
     @classmethod
     def zeros(cls, numel: int, signed: bool, device: torch.device) -> "EightBits":

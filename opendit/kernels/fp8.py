@@ -53,13 +53,10 @@ LINES = 16  # runs of consecutive values per tile of the amax kernel
 
 @dataclass(frozen=True)
 class Float8:
-    """A tensor in float8, ``data * descale``.
+    """A tensor in float8, ``data * descale``."""
 
-    data: (..., D), contiguous. descale: fp32, (1,), or (rows, 1) with one scale per row.
-    """
-
-    data: Tensor
-    descale: Tensor
+    data: Tensor  # (..., D), contiguous
+    descale: Tensor  # fp32: (1,), or (rows, 1) with one scale per row
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, by_row: bool = False) -> "Float8":

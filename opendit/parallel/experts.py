@@ -104,15 +104,13 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """Settings of :func:`shard_experts`. shards: the ranks that divide the weights; None if this rank has full weights.
-    copies: the ranks with copies of this rank's shard. averaged: number of ranks that average their losses. dtype,
-    reduce_dtype: dtypes of gathered weights and of summed gradients."""
+    """Settings of :func:`shard_experts`."""
 
-    shards: Group | None
-    copies: dist.ProcessGroup | None
-    averaged: int
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    shards: Group | None  # the ranks that divide the weights; None if this rank has full weights
+    copies: dist.ProcessGroup | None  # the ranks with copies of this rank's shard
+    averaged: int  # number of ranks that average their losses
+    dtype: torch.dtype  # dtype of gathered weights
+    reduce_dtype: torch.dtype  # dtype of summed gradients
 
 
 def _weights(mlp: ExpertMlp, shapes: tuple[tuple[int, ...], ...], how: Sharing) -> tuple[Tensor, ...]:

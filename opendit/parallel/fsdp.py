@@ -28,23 +28,14 @@ PREFETCHED = 1  # number of units that are gathered ahead of the unit that runs
 
 @dataclass(frozen=True)
 class Sharding:
-    """Settings by which ``fully_shard`` divides a model.
+    """Settings by which ``fully_shard`` divides a model."""
 
-    Attributes:
-        dtype: dtype of gathered weights and of frozen shards. Other shards are not cast.
-        reduce_dtype: dtype in which gradients are summed over ranks.
-        keep_gathered: True to free gathered weights only after the backward pass. The traffic is as in ZeRO-2.
-        keep_gradients: True to reduce gradients only in the last backward pass of a step.
-        gather_float8: True to gather the weights of :func:`float8_weights` in float8, with equal results.
-        hosted: number of blocks with shards in host memory.
-    """
-
-    dtype: torch.dtype = torch.float32
-    reduce_dtype: torch.dtype = torch.float32
-    keep_gathered: bool = True
-    keep_gradients: bool = True
-    gather_float8: bool = False
-    hosted: int = 0
+    dtype: torch.dtype = torch.float32  # dtype of gathered weights and of frozen shards; other shards are not cast
+    reduce_dtype: torch.dtype = torch.float32  # dtype in which gradients are summed over ranks
+    keep_gathered: bool = True  # True to free gathered weights only after the backward pass, with ZeRO-2's traffic
+    keep_gradients: bool = True  # True to reduce gradients only in the last backward pass of a step
+    gather_float8: bool = False  # True to gather the weights of float8_weights() in float8, with equal results
+    hosted: int = 0  # number of blocks with shards in host memory
 
 
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:

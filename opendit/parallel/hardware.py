@@ -84,14 +84,13 @@ H200 = HardwareModel()
 
 @dataclass(frozen=True)
 class Card:
-    """Data sheet of a card. capacity: GiB, as torch reports them. bf16, fp8: TFLOP/s of dense products. memory: TB/s.
-    link: GB/s to other cards in each direction."""
+    """Data sheet of a card."""
 
-    capacity: float
-    bf16: float
+    capacity: float  # GiB, as torch reports them
+    bf16: float  # TFLOP/s of dense products
     fp8: float
-    memory: float
-    link: float
+    memory: float  # TB/s
+    link: float  # GB/s to other cards in each direction
 
 
 CARDS = {

@@ -23,13 +23,12 @@ TRIALS = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the operations that are timed. product: side of multiplied matrices. copied: bytes that are copied.
-    shard: bytes that each rank contributes to an all-gather. tokens, heads: size of attention."""
+    """Sizes of the operations that are timed."""
 
-    product: int = 8192
-    copied: int = 1 << 30
-    shard: int = 256 << 20
-    tokens: int = 8192
+    product: int = 8192  # side of multiplied matrices
+    copied: int = 1 << 30  # bytes that are copied
+    shard: int = 256 << 20  # bytes that each rank contributes to an all-gather
+    tokens: int = 8192  # size of attention
     heads: int = 24
 
 

@@ -28,13 +28,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of a tensor among the ranks of a mesh group, along ``dim``. If ``dim`` is None, the flattened tensor is
-    divided. ``ranges`` has each rank's ranges [start, stop), in the shard's order. Every index belongs to exactly one
-    rank."""
+    """Division of a tensor among the ranks of a mesh group. Every index belongs to exactly one rank."""
 
     group: str
-    dim: int | None
-    ranges: tuple[tuple[Range, ...], ...]
+    dim: int | None  # the divided dimension; None if the flattened tensor is divided
+    ranges: tuple[tuple[Range, ...], ...]  # each rank's ranges [start, stop), in the shard's order
 
     def lengths(self) -> list[int]:
         return [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
@@ -77,11 +75,11 @@ def _even(size: int, ranks: int) -> tuple[tuple[Range, ...], ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's shard of a canonical tensor: shape, and (dim, ranges) of every cut, outer to inner. Each cut selects
-    ranges along ``dim`` and concatenates them. A ``dim`` of None flattens the tensor first."""
+    """A rank's shard of a canonical tensor. Each cut selects ranges along ``dim`` and concatenates them. A ``dim`` of
+    None flattens the tensor first."""
 
     shape: tuple[int, ...]
-    slices: tuple[tuple[int | None, tuple[Range, ...]], ...]
+    slices: tuple[tuple[int | None, tuple[Range, ...]], ...]  # (dim, ranges) of every cut, outer to inner
 
     @property
     def numel(self) -> int:
@@ -207,14 +205,13 @@ Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]
 
 @dataclass(frozen=True)
 class Runs:
-    """A flattened shard as consecutive runs. A run is a contiguous range of the flattened canonical tensor. start,
-    length: (n,) int64, first indices and lengths. offset: index in the shard at which each run begins."""
+    """A flattened shard as consecutive runs. A run is a contiguous range of the flattened canonical tensor."""
 
-    start: np.ndarray
-    length: np.ndarray
+    start: np.ndarray  # (n,) int64, first indices
+    length: np.ndarray  # (n,) int64
 
     @property
-    def offset(self) -> np.ndarray:
+    def offset(self) -> np.ndarray:  # each run's first index in the shard
         return np.cumsum(self.length) - self.length
 
     @property

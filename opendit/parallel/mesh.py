@@ -458,19 +458,13 @@ class ControlGroup:
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks that draw the same samples. All get the latents, and each decodes some of them.
+    """The ranks that draw the same samples. All get the latents, and each decodes some of them."""
 
-    number, count: index of this replica, and number of replicas.
-    leads: True on the rank that writes the files.
-    halves: this rank and its counterpart in the other half of guidance; None without cfg_parallel.
-    ranks: all ranks of this replica; None if the replica has one rank.
-    """
-
-    number: int
-    count: int
-    leads: bool
-    halves: Group | None
-    ranks: Group | None = None
+    number: int  # index of this replica
+    count: int  # number of replicas
+    leads: bool  # True on the rank that writes the files
+    halves: Group | None  # this rank and its counterpart in the other half of guidance; None without cfg_parallel
+    ranks: Group | None = None  # all ranks of this replica; None if the replica has one rank
 
 
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:

@@ -35,17 +35,12 @@ ELEMENTS = 2**27
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Settings of Muon, and the parameters that Muon updates.
+    """Settings of Muon, and the parameters that Muon updates."""
 
-    Attributes:
-        rows: for each parameter, the number of rows of every matrix in it (q, k and v are one parameter).
-        momentum: b in the equations above.
-        dtype: precision of the iteration.
-    """
-
+    # for each parameter, the number of rows of every matrix in it (q, k and v are one parameter)
     rows: Mapping[str, tuple[int, ...]]
-    momentum: float = 0.95
-    dtype: torch.dtype = torch.bfloat16
+    momentum: float = 0.95  # b in the equations above
+    dtype: torch.dtype = torch.bfloat16  # precision of the iteration
 
 
 def newton_schulz(x: Tensor) -> Tensor:

@@ -275,13 +275,12 @@ def execute(
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The stages of a model on rank ``rank`` of a pipeline with ``ranks`` ranks. ``blocks`` has the block indices for
-    all stages of the pipeline. Rank r has the stages r, r + ranks, ..., one for each chunk."""
+    """One rank's stages of a model. Rank r has the stages r, r + ranks, ..., one for each chunk."""
 
     schedule: str
     rank: int
     ranks: int
-    blocks: tuple[range, ...]
+    blocks: tuple[range, ...]  # block indices of every stage of the pipeline
 
     @property
     def chunks(self) -> int:

@@ -40,14 +40,12 @@ Values = Callable[[str, Shard], Tensor]  # (parameter, shard) -> the values of t
 
 @dataclass
 class StepResult:
-    """Results of a step, as 0-dim tensors. Under zero2 and fsdp, the device may still be computing them. grad_norm:
-    unscaled and before clipping. finite: True if the norm was finite; otherwise the step was skipped. loss_scale: 1
-    except in fp16. loss: mean loss of the step's micro-batches on this rank, set by the runner."""
+    """Results of a step, as 0-dim tensors. Under zero2 and fsdp, the device may still be computing them."""
 
-    grad_norm: Tensor
-    finite: Tensor
-    loss_scale: Tensor | float = 1.0
-    loss: Tensor | None = None
+    grad_norm: Tensor  # unscaled and before clipping
+    finite: Tensor  # True if the norm was finite; otherwise the step was skipped
+    loss_scale: Tensor | float = 1.0  # 1 except in fp16
+    loss: Tensor | None = None  # mean loss of the step's micro-batches on this rank, set by the runner
 
 
 @dataclass(frozen=True)
