@@ -494,18 +494,14 @@ def rotate_heads(
 
 @dataclass(frozen=True)
 class StreamHeads:
-    """Queries, keys and values of one stream: the tokens of a caption or of media.
+    """Queries, keys and values of one stream: the tokens of a caption or of media."""
 
-    q: (B, n, H, d). k, v: (B, n, K, d). q_weight, k_weight: weights (d,) of RMSNorm; None: no norms. table: cosines and
-    sines, see :func:`rotate_heads`; None: no rotation.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_weight: Tensor | None = None
+    q: Tensor  # (B, n, H, d)
+    k: Tensor  # (B, n, K, d)
+    v: Tensor  # (B, n, K, d)
+    q_weight: Tensor | None = None  # RMSNorm's weights (d,); None: no norms
     k_weight: Tensor | None = None
-    table: Tensor | None = None
+    table: Tensor | None = None  # cosines and sines, see rotate_heads(); None: no rotation
 
 
 def join_heads_reference(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:

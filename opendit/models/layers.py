@@ -275,20 +275,15 @@ def linear_gate_residual(
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that replaces the torch reference of an operation (a field of :class:`BlockOps`).
-
-    switches: settings (opendit/kernels/operations.py) that must be on. keeps: names of the activations saved for the
-    backward pass. float8: True if the matrix product is in float8. takes_projection: True if the kernel reads the
-    projection's weight instead of calling ``product``. after_product: function of product and bias that computes the
-    operation's remaining steps.
-    """
+    """A kernel that replaces the torch reference of an operation (a field of :class:`BlockOps`)."""
 
     operation: str
     function: Callable[..., Any]
-    switches: Set[str] = field(default=frozenset(), hash=False)
-    keeps: tuple[str, ...] = ()
-    float8: bool = False
-    takes_projection: bool = False
+    switches: Set[str] = field(default=frozenset(), hash=False)  # switches (kernels/operations.py) that must be on
+    keeps: tuple[str, ...] = ()  # names of the activations saved for the backward pass
+    float8: bool = False  # True if the matrix product is in float8
+    takes_projection: bool = False  # True if the kernel reads the weight instead of calling ``product``
+    # function of product and bias that computes the operation's remaining steps
     after_product: Callable[[Tensor, Tensor], Tensor] | None = None
 
 

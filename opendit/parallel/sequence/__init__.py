@@ -34,16 +34,14 @@ class SequenceParallel:
     """Sequence parallelism of a model: the argument of ``model.use(sequence=...)``. Build it with
     :func:`sequence_parallel`.
 
-    strategy: attention to all tokens; None if the model has no such attention. If ``takes_projection`` is True, a
-    strategy has the method ``project_and_attend(x, qkv, heads, attend, length, float8)``, otherwise ``attention(q, k,
-    v, attend, length)``.
-    axial: exchange of tokens for attention along the axes of a grid; None if the model has no such attention.
+    A strategy with ``takes_projection`` has the method ``project_and_attend(x, qkv, heads, attend, length, float8)``.
+    Any other strategy has the method ``attention(q, k, v, attend, length)``.
     """
 
     group: Group
     plan: StrategyChoice
-    strategy: Strategy | None
-    axial: AllToAll | DirectExchange | None = None
+    strategy: Strategy | None  # attention to all tokens; None if the model has no such attention
+    axial: AllToAll | DirectExchange | None = None  # exchange for attention along the axes of a grid
 
     shares_samples: ClassVar[bool] = True
 
@@ -208,16 +206,13 @@ def sequence_shape(
 
 @dataclass(frozen=True)
 class SharedStreams:
-    """This rank's shards of a sequence of several streams. parts: each stream's shard. lengths: each stream's length on
-    all ranks.
+    """This rank's shards of a sequence of several streams."""
 
-    ``exchange(q, k, v, attend, length)`` computes attention. q, k, v (B, H, rows, d) are this rank's tokens, and
-    ``length`` is the token count of all ranks with padding. None if projections return the tokens of all ranks.
-    """
-
-    parts: tuple[Any, ...]
-    lengths: tuple[int, ...]
+    parts: tuple[Any, ...]  # each stream's shard
+    lengths: tuple[int, ...]  # each stream's length on all ranks
     ranks: int
+    # Attention of q, k, v (B, H, rows, d), this rank's tokens, with an ``attend`` and the token count of all ranks with
+    # padding. None if projections return the tokens of all ranks.
     exchange: Callable[[Tensor, Tensor, Tensor, Attend, int], Tensor] | None
 
     takes_projection = False
@@ -330,12 +325,11 @@ class RoutingByRanks:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Tokens of this rank that experts have chosen, expert by expert. rows: (M,) indices among the flattened tokens (B
-    n). weights: (M,). counts: number of chosen tokens for each expert."""
+    """Tokens of this rank that experts have chosen, expert by expert."""
 
-    rows: Tensor
-    weights: Tensor
-    counts: tuple[int, ...]
+    rows: Tensor  # (M,) indices among the flattened tokens (B n)
+    weights: Tensor  # (M,)
+    counts: tuple[int, ...]  # number of chosen tokens for each expert
 
 
 def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:

@@ -52,12 +52,12 @@ Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 @dataclass(frozen=True)
 class GridShare:
-    """A rank's shard of a grid of (T, S) = ``sizes`` tokens, ordered by frame. ``home`` is the axis that ranks usually
-    divide. With FRAMES, every rank has all positions of some frames. With PLACES, every rank has all frames of some
-    positions."""
+    """A rank's shard of a grid of tokens, ordered by frame."""
 
     group: Group
-    sizes: tuple[int, int]
+    sizes: tuple[int, int]  # (frames T, positions S)
+    # The axis that ranks usually divide. FRAMES: every rank has all positions of some frames. PLACES: every rank has
+    # all frames of some positions.
     home: int
 
     @property

@@ -34,14 +34,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A chosen strategy and the reason. groups: number of head groups on a rank (ulysses). heads_over: number of ranks
-    that divide the heads (usp). seconds: cost per layer."""
+    """A chosen strategy and the reason."""
 
     kind: str
     reason: str
-    groups: int = 1
-    heads_over: int = 1
-    seconds: float = field(default=0.0, compare=False)
+    groups: int = 1  # number of head groups on a rank (ulysses)
+    heads_over: int = 1  # number of ranks that divide the heads (usp)
+    seconds: float = field(default=0.0, compare=False)  # cost per layer
 
     def __str__(self) -> str:
         detail = f" of {self.heads_over} ranks x ring" if self.kind == "usp" else ""

@@ -118,14 +118,12 @@ def _float8(sent: Tensor) -> Tensor:
 
 
 class Projected(NamedTuple):
-    """Operands of a projection of x (B, n, D) that a strategy computes. x: the tensor in the autograd graph; in float8,
-    it has no values. weight: (out, D). bias: (out,) or None. sent: x as ranks send it. Only ``products`` can read
-    ``sent``."""
+    """Operands of a projection of x (B, n, D) that a strategy computes."""
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    sent: Tensor
+    x: Tensor  # the tensor in the autograd graph, without values in float8
+    weight: Tensor  # (out, D)
+    bias: Tensor | None  # (out,)
+    sent: Tensor  # x in the form that ranks send; only ``products`` can read it
     products: Products
 
 
@@ -219,9 +217,8 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int, groups: int = 1, group: int = 0) -> Tensor:
-    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has one of the ``groups``
-    groups into which rank p's H / P consecutive heads are divided. group: number of this group.
-    """
+    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Rank p owns H / P consecutive
+    heads, divided into ``groups`` groups. Row p has the heads of group number ``group``."""
     parts = (part.unflatten(1, (ranks, groups, -1))[:, :, group] for part in (q, k, v))
     return torch.stack([part.permute(1, 0, 3, 2, 4) for part in parts], dim=3)
 

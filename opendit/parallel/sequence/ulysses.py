@@ -219,15 +219,10 @@ class UlyssesRing:
 
 @dataclass(frozen=True)
 class DirectUlysses:
-    """Ulysses with symmetric memory.
+    """Ulysses with symmetric memory."""
 
-    Attributes:
-        memory: symmetric memory of the ranks that share sequences.
-        groups: number of groups of a rank's heads. Groups are exchanged one after another.
-    """
-
-    memory: PeerMemory
-    groups: int = 1
+    memory: PeerMemory  # symmetric memory of the ranks that share sequences
+    groups: int = 1  # number of head groups on a rank; groups are exchanged one after another
 
     # the strategy writes q, k, v directly to buffers that other ranks read
     takes_projection: ClassVar[bool] = True
@@ -247,21 +242,16 @@ class DirectUlysses:
 
 @dataclass
 class Layer:
-    """Sizes of one attention call, and the state of its exchanges.
-
-    groups: number of head groups on a rank. length: number of tokens of all ranks, without padding. shape: (B, n, D) of
-    this rank's tokens. held: tensors that copy engines read. arriving: for each group, the event that marks its
-    arrival. doutput: for each group, the output's gradient, possibly still arriving.
-    """
+    """Sizes of one attention call, and the state of its exchanges."""
 
     memory: PeerMemory
-    groups: int
+    groups: int  # number of head groups on a rank
     num_heads: int
-    length: int
-    shape: tuple[int, ...]
-    held: list[Any] = field(default_factory=list)
-    arriving: dict[int, torch.cuda.Event] = field(default_factory=dict)
-    doutput: dict[int, Tensor] = field(default_factory=dict)
+    length: int  # number of tokens of all ranks, without padding
+    shape: tuple[int, ...]  # (B, n, D) of this rank's tokens
+    held: list[Any] = field(default_factory=list)  # tensors that copy engines read
+    arriving: dict[int, torch.cuda.Event] = field(default_factory=dict)  # for each group, the end of its transfer
+    doutput: dict[int, Tensor] = field(default_factory=dict)  # for each group, the output's gradient
 
     def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> PeerRows:
         """Return views of every rank's buffer as rows (B, n, parts, H, d): the rank's tokens with all heads."""
