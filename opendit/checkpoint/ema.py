@@ -1,9 +1,9 @@
-"""Exponential and power-function averages of the fp32 master weights. A power average's width is chosen after training.
+"""Averages of the fp32 master weights, by exponential or power functions. A power average's width is chosen after
+training.
 
 Power averages follow T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2),
-arXiv 2312.02696, sec. 3 and appendix C. In the mean, the weights after update i have the factor i^exponent. These
-factors are the average's profile. ``width`` (sigma_rel) is the profile's standard deviation divided by the number of
-updates."""
+arXiv 2312.02696, sec. 3 and appendix C. In a power average, the weights after update i have the factor i^exponent. The
+factors are the average's profile. ``width`` (sigma_rel) is its standard deviation over the number of updates."""
 
 import contextlib
 import json
@@ -23,15 +23,15 @@ from opendit.common.safe_files import make_folder
 from opendit.config.names import WHOLE
 from opendit.parallel.engines import Engine
 
-# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs use the rate WARMUP.
-# FIRST_WARMUP is for runs that an earlier version began with --ema_warmup. Rate 0: no warm-up.
+# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY); rate 0 means no warm-up. New runs use
+# WARMUP. FIRST_WARMUP is for runs that an earlier version began with --ema_warmup.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
 
 class EMA:
-    """Moving averages of the fp32 master weights ("masters"). Each rank holds shards of the averages, and updates them
-    without communication. An average takes 4 bytes x parameters / ranks of memory per rank.
+    """Moving averages of the fp32 master weights ("masters"). Ranks divide the averages, and update them without
+    communication.
 
     Args:
         engine: the engine with the masters. The averages start as copies.
@@ -53,25 +53,25 @@ class EMA:
         for shards in self._averages:
             for name, shard in masters.items():
                 shards[name].copy_(shard.detach())
-        # Number of updates, including those before a resume.
+        # number of updates, also before a resume
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
-        # each average's decay, or the exponent in :meth:`decays_after` for power averages
+        # each average's decay, or a power average's exponent + 1
         self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)
         self._in_the_step = engine.attach_averages(self._averages, self.decays_after, self.updates)
 
     @property
     def averages(self) -> list[dict[str, Tensor]]:
-        """Wait for the last step's update, and return this rank's shards by name, one dictionary for each average."""
+        """Wait for the last step's update, and return this rank's shards by name, in a dictionary per average."""
         self.engine.wait_for_averages()
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """Return the decays of update number n + 1, (K,) float64. updates: n, 0-dim int64, without skipped steps.
+        """Return the decays of the averages after n = ``updates`` updates, (K,) float64. updates: 0-dim int64.
 
-        With a warm-up of rate r, the decay is min(decay, 1 - r / (n + 10)). With r = 10, the first update copies the
-        weights, and early averages span about the last n / 10 updates. The decay of a power average is
-        (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123)."""
+        A warm-up with rate r limits the decay to 1 - r / (n + 10). With r = 10, the first update copies the weights,
+        and early averages span n / 10 updates. A power average's decay is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2,
+        eq. 123)."""
         if self.power:
             return (1 - 1 / (updates.double() + 1)) ** self._numbers
         if not self.warmup:
@@ -80,8 +80,8 @@ class EMA:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Update average += (1 - decay) * (master - average), except after a skipped step (``finite`` is False). Call
-        this after every step. With zero2 and fsdp, it does nothing: the optimizer's step updates the averages."""
+        """Update average += (1 - decay) * (master - average), unless ``finite`` is False. Call this after every step.
+        With zero2 and fsdp, it does nothing, because the optimizer's step updates the averages."""
         if self._in_the_step or not finite:
             return
         masters = list(self.engine.masters().values())
@@ -101,13 +101,13 @@ class EMA:
 
     @torch.no_grad()
     def set(self, which: int, name: str, shard: Tensor) -> None:
-        """Set this rank's shard (see ``engine.layout``) of one parameter in average number ``which``."""
+        """Set this rank's shard (see ``engine.layout``) of a parameter in average number ``which``."""
         self.averages[which][name].copy_(shard)
 
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
-        """Swap the engine's masters with one average, in place, inside the context. All ranks must enter and leave.
-        On exit, the swap is undone exactly. Don't train or save inside the context."""
+        """Swap the engine's masters with one average, in place, inside the context. The exit undoes the swap exactly.
+        All ranks must enter and leave. Don't train or save inside the context."""
         self._exchange(which)
         try:
             yield
@@ -126,12 +126,13 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
-        """Replace the weights of ``model`` by one average, cast to the model's dtype, inside the context. All ranks
-        must call this. Ranks that only help to gather pass None.
+        """Replace the weights of ``model`` by one average, cast to the model's dtype, inside the context.
 
-        On exit, the model gets its previous weights back exactly, from host memory. The device needs memory for one
-        more full parameter. With tensor parallelism, ``model`` is this rank's model. If every rank holds all weights
-        (``engine.whole``), ``model`` may be the training module."""
+        All ranks must call this. Ranks that only help to gather pass None. On exit, the model gets its previous weights
+        back exactly, from host memory. The device needs memory for one more full parameter.
+
+        With tensor parallelism, ``model`` is this rank's model. If every rank holds all weights (``engine.whole``),
+        ``model`` may be the training module."""
         own: dict[str, Tensor] = {}
         try:
             for name, full in self.gather(which):
@@ -142,7 +143,7 @@ class EMA:
             yield model
         finally:
             for name, weight in own.items():
-                assert model is not None  # a rank without a model does not fill ``own``
+                assert model is not None  # only a rank with a model fills ``own``
                 model.get_parameter(name).data.copy_(weight)
 
 
@@ -155,9 +156,8 @@ class Profile:
 
 
 def exponent_of(width: float) -> float:
-    """Return the exponent (gamma) of the power average with this ``width``, the largest root of EDM2's eq. 127.
-
-    width: between 0 and 0.288, both excluded. At 0.288, the exponent is 0."""
+    """Return the exponent (gamma) of the power average with this ``width``: the largest root of EDM2's eq. 127. width:
+    between 0 and 0.288, both excluded. At 0.288, the exponent is 0."""
     inverse = width**-2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
@@ -170,8 +170,8 @@ def correlation(one: Profile, other: Profile) -> float:
 
 
 def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
-    """Return n float64 factors, with sum 1. The sum of the n stored averages with these factors approximates the wanted
-    average: a least-squares fit of the profiles (EDM2, appendix C.3)."""
+    """Return n float64 factors with sum 1. With these factors, n stored averages sum up to about the wanted average.
+    The factors are a least-squares fit of the profiles (EDM2, appendix C.3)."""
     matrix = np.array([[correlation(one, other) for other in stored] for one in stored])
     found = np.linalg.solve(matrix, np.array([correlation(one, wanted) for one in stored]))
     return found / found.sum()
@@ -213,7 +213,7 @@ def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
 def reconstruct(path: Path, width: float) -> Path:
     """Compute a checkpoint's power average with another width, from all averages that the run had stored by then.
 
-    path: a run's or checkpoint's folder. The result is a file in the run's folder ``averages``. An existing result is
+    path: a run's or checkpoint's folder. The result is a file in the run's folder ``averages``; an existing file is
     used again. Return the file, or the index of several files. Raises ValueError if the checkpoint has no power
     averages, or one is damaged. Raises OSError if no weights are found, or the file can't be written."""
     stored = find_weights(path, AVERAGE_SET)
@@ -233,7 +233,7 @@ def reconstruct(path: Path, width: float) -> Path:
     factors = coefficients([profile for profile, _ in found], Profile(state["updates"], width))
     read = [read_weights(file) for _, file in found]
     make_folder(run / AVERAGES, root=run)
-    # The last snapshot has the configuration of the checkpoint for which the average is computed.
+    # The last snapshot is the checkpoint's, with its configuration.
     total = _Sum([weights.state for weights in read], factors.tolist())
     metadata = {"format": "pt", METADATA_KEY: json.dumps(read[-1].info)}
     return write_weights(output, total, metadata)[0]

@@ -49,9 +49,10 @@ LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
 def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
-    """Read a .pt file. Return its state dict, and the number of classes or None. In Meta's training checkpoints, the
-    state dict is ``ema``, beside ``model``, ``opt`` and ``args``. Tensors are on the CPU. In the zip format, unused
-    tensors are not read.
+    """Read a .pt file. Return its state dict, and the number of classes or None. Tensors are on the CPU.
+
+    In Meta's training checkpoints, the state dict is ``ema``; further entries such as ``opt`` are not read from a zip
+    file.
 
     Raises ValueError with the path if the file is missing or damaged, would run code, or is larger unpacked. The file
     must hold only floating-point tensors, each with a name."""
@@ -63,7 +64,7 @@ def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
         _check_archive(path, size)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about deprecated storages and formats
+            warnings.simplefilter("ignore")  # about deprecated storages and formats
             # With mmap, torch compares each tensor's size with the available bytes, and reads only what is used.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=packed)
     except Exception as error:
@@ -105,7 +106,7 @@ def _check_archive(path: Path, size: int) -> None:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Explain an error of torch.load. torch's message would tell the user how to load the unsafe file anyway."""
+    """Explain an error of torch.load. torch's message would tell the user how to load the unsafe file."""
     if call := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return (
             f"{path} is refused: it would run code when loaded ({call[1]}). Weights are tensors in plain containers; "
@@ -117,10 +118,9 @@ def _why(path: Path, error: Exception) -> str:
 def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
     """Infer a class-conditional DiT's configuration from its name and weight shapes, for square inputs.
 
-    The last layer's rows show whether the model predicts a variance. The label table's last row is a class or the null
-    class, according to ``num_classes``. Without ``num_classes``, a table of 1000 rows is assumed to have no null class
-    (ImageNet), any other table to have one (see :func:`assumption`). Raises ValueError if ``name`` is a model for
-    clips, or the weights belong to another model."""
+    The last layer's rows show whether the model predicts a variance. ``num_classes`` shows whether the label table's
+    last row is the null class. If it is None, only tables of 1000 rows (ImageNet) are assumed to have no null class,
+    see :func:`assumption`. Raises ValueError if ``name`` is a model for clips, or the weights don't fit."""
     if is_video(name):
         raise ValueError(f"{path} says nothing of the frames that --model {name} takes; give a checkpoint of OpenDiT")
     dimensions = {"x_embedder.proj.weight": 4, "pos_embed": 3, LABELS: 2, "final_layer.linear.weight": 2}
@@ -163,8 +163,8 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
-    """Return a list with one message if :func:`infer_config` has guessed what the label table's last row is. A known
-    number of classes, or 1001 rows as in Meta's checkpoints, needs no guess."""
+    """Return a message, in a list, if :func:`infer_config` has guessed the meaning of the label table's last row. A
+    known number of classes, or 1001 rows as in Meta's checkpoints, needs no guess."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if weights.config is not None or weights.num_classes is not None or rows == IMAGENET_CLASSES + 1:
         return []
@@ -182,7 +182,7 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ DiTPipeline folders
 
-# Layer names, OpenDiT's -> diffusers'. OUTER and EMBEDDERS are the layers outside of the blocks, BLOCK those inside.
+# Layer names, OpenDiT's -> diffusers'. BLOCK has the layers in a block; OUTER and EMBEDDERS have all other layers.
 OUTER = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
          "final_layer.linear": "proj_out_2"}  # fmt: skip
 EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2",
@@ -197,7 +197,7 @@ def suffixes(state: dict[str, Tensor], prefix: str) -> list[str]:
 
 
 def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Convert the state dict of DiTTransformer2DModel to OpenDiT's, including the position table. The inverse of
+    """Convert the state dict of DiTTransformer2DModel to OpenDiT's, with the position table. The inverse is
     :func:`opendit.export.conversion.to_diffusers_state`."""
     made = {}
     for ours, name in OUTER.items():
@@ -218,7 +218,7 @@ def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[s
 def read_pipeline(folder: Path) -> Weights:
     """Read a DiTPipeline folder's transformer into CPU memory as OpenDiT weights. Raises ValueError or
     FileNotFoundError if the DiT is not supported, or files are damaged or missing."""
-    from opendit.checkpoint.schema import PIPELINE, TRANSFORMER  # imports pydantic, so only when a folder is read
+    from opendit.checkpoint.schema import PIPELINE, TRANSFORMER  # slow: imports pydantic
     from opendit.common.json_models import read_file
 
     path = folder / "transformer" / "config.json"
@@ -258,7 +258,7 @@ def read_pipeline(folder: Path) -> Weights:
 
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
-EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # folder -> noise range, in pipelines with two networks
+EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # in pipelines with two networks, folder -> noise range
 SCHEDULER = "scheduler_config.json"
 
 
@@ -278,7 +278,7 @@ class PublishedFolder:
     alone: bool = False  # True if the user named one network's folder in a pipeline with two
 
     def shapes(self) -> Shapes:
-        """Return the shapes of OpenDiT's parameters. Raises ValueError that names the configuration file."""
+        """Return the shapes of OpenDiT's parameters. Raises ValueError with the configuration file's name."""
         try:
             return model_shapes(public_config(self.family.name, self.config))[0]
         except (ValueError, KeyError, TypeError, ArithmeticError) as error:
@@ -287,8 +287,8 @@ class PublishedFolder:
     def tensors(
         self, shapes: Mapping[str, Sequence[int]] | None = None, weights: Mapping[str, Tensor] | None = None
     ) -> MatchedTensors:
-        """Return the weights by OpenDiT's names. shapes: of all parameters, by default :meth:`shapes`. weights: by
-        published names, to use instead of the files. Raises ValueError if a weight does not fit."""
+        """Return the weights by OpenDiT's names. Raises ValueError if a weight does not fit. shapes: of all parameters,
+        by default :meth:`shapes`. weights: by published names, to use instead of the files."""
         shapes = self.shapes() if shapes is None else shapes
         source = self.files if weights is None else weights
         return MatchedTensors(source, self.pairs, shapes, self.files.path, constants=self.family.constants)
@@ -317,8 +317,7 @@ def expert_of(folder: Path) -> str | None:
 
 
 def network_of(folder: str | Path, config: DiTConfig | None) -> Path:
-    """Return the folder of the network that ``config`` describes: in a pipeline with two networks, one of their
-    folders, else ``folder``."""
+    """Return the folder of ``config``'s network: ``folder``, or one inside a pipeline with two networks."""
     expert = config.expert if isinstance(config, PublicConfig) else None
     inside = Path(folder) / next((name for name, which in EXPERTS.items() if which == expert), ".")
     return inside if expert_of(inside) == expert else Path(folder)
@@ -341,7 +340,7 @@ def open_published(folder: str | Path, families: Mapping[str, Family] | None = N
 
     Raises FileNotFoundError if a file is missing. Raises ValueError with one line and the path if a file is damaged,
     links out of the folder, or belongs to another model."""
-    from opendit.checkpoint.schema import NETWORK  # imports pydantic, so only when a folder is read
+    from opendit.checkpoint.schema import NETWORK  # slow: imports pydantic
     from opendit.common.json_models import read_file
 
     families = FAMILIES if families is None else families
@@ -382,8 +381,8 @@ def open_published(folder: str | Path, families: Mapping[str, Family] | None = N
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder that must contain all files of a model: ``folder``, or in the Hugging Face cache the
-    repository's folder. Files in the cache are links to the repository's ``blobs``."""
+    """Return the folder that must contain all files: ``folder``, or its repository in the Hugging Face cache. Files in
+    the cache are links to the repository's ``blobs``."""
     snapshot = snapshot_of(folder)
     return folder.resolve() if snapshot is None else snapshot[0].parent.parent
 
@@ -456,7 +455,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            # Families with the shift "empirical" compute every dynamic shift by FLUX.2's formula.
+            # Such families compute every dynamic shift by FLUX.2's formula.
             if family.shift == "empirical" and objective.shift_tokens is not None:
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}

@@ -41,7 +41,7 @@ Places = dict[str, tuple[TensorSet, str]]  # key -> (set that holds the tensor, 
 
 
 class Unloadable(DataError, ValueError):
-    """Error for a checkpoint that can't be loaded although its files match the manifest. The message says why."""
+    """Error for a checkpoint that can't be loaded although its files match the manifest."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Checkpoint:
 def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
     """Find and verify the checkpoint that ``--load`` names. All ranks must call this.
 
-    ``latest`` or a run's folder means the run's newest intact checkpoint. A checkpoint's folder means only this
-    checkpoint. Return None for ``latest`` if no run has a checkpoint yet. Raises ValueError on every rank if there is
-    no intact checkpoint of this model."""
+    ``latest`` or a run's folder means the run's newest intact checkpoint. A checkpoint's folder means this checkpoint
+    only. Return None for ``latest`` if no run has a checkpoint yet. Raises ValueError on every rank if there is no
+    intact checkpoint of this model."""
     folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
     if problem:
         raise ValueError(problem)
@@ -108,8 +108,7 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
 
 
 def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
-    """Find the checkpoint folders that --load may mean. Return (folders in the order to try, True if only the first may
-    be used, error message or None)."""
+    """Return (checkpoint folders in the order to try, True if only the first may be used, error message or None)."""
     looked_for = "a run folder, a step_* folder or latest"
     try:
         path = newest_run(outputs, model) if load == "latest" else Path(os.path.abspath(load))
@@ -151,7 +150,7 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[list[str], dict[str, Any], str 
                 _check_listed(folder, tensors.index.files, files)
                 tensors.check_files(mesh.rank, mesh.world_size)
     except (ValueError, OSError) as error:
-        other = _another_version(folder)  # reported first, because another version may have another manifest
+        other = _another_version(folder)  # reported first: another version may have another manifest
         return [], {}, other or str(error), other is not None
     return files, state, None, False
 
@@ -174,7 +173,8 @@ def _another_version(folder: Path) -> str | None:
 
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
     """Load a checkpoint into the engine and the averages. All ranks must call this. Each rank reads only its slices.
-    The saved run may have had another plugin or number of ranks. An average with a new decay starts from the
+
+    The plugin and the number of ranks may differ from the saved run's. An average with a new decay starts from the
     checkpoint's first average.
 
     Raises on every rank: Unloadable for missing tensors, FloatingPointError for tensors that are not finite, and
@@ -207,7 +207,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             except ValueError as error:
                 raise Unloadable(f"--load: {error}; load another checkpoint") from error
 
-        # If one rank fails, this raises the error on all ranks.
+        # raises one rank's error on all ranks
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
     ema.snapshots = list(state["ema"].get("snapshots", []))

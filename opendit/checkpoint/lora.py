@@ -1,7 +1,7 @@
-"""Read LoRA's low-rank products B A from OpenDiT runs and other programs' files, rename them, and add them to weights.
+"""Read LoRA's low-rank products B A from OpenDiT runs and other programs' files, and add them to weights.
 
-Programs divide weights into layers differently: q, k and v are one layer in OpenDiT and in the authors' names, but
-three in diffusers. So a product records its rows and columns in the weight, and renaming can move them."""
+Programs divide weights into layers differently: q, k and v are one layer in OpenDiT, but three in diffusers. So each
+product has a position in its weight, and renaming can move the product."""
 
 import json
 import re
@@ -42,7 +42,7 @@ ENDINGS = {
 OF_TEXT_ENCODERS = re.compile(r"(text_encoders?\d?|te\d?|lora_te\d?|text_encoder_\d|text_model)[._]")
 PEFT_FILE = "adapter_model.safetensors"
 ARCHITECTURE = "modelspec.architecture"
-CAPTION_LENGTH = "max_sequence_length"  # metadata key: caption tokens in training, if not the pipeline's default
+CAPTION_LENGTH = "max_sequence_length"  # metadata key: caption tokens in training, if not the default
 KINDS_NOT_READ = {
     "dora_scale": "DoRA",
     "magnitude_vector": "DoRA",
@@ -60,13 +60,13 @@ class PlacedLowRank:
     a: Tensor  # (rank, columns)
     b: Tensor  # (rows, rank)
     scale: float
-    # row, column: first row and column of the rectangle
+    # first row and column of the rectangle
     row: int = 0
     column: int = 0
 
     def within(self, dim: int, start: int, stop: int) -> "PlacedLowRank | None":
-        """Return the product within a range of rows (dim 0) or columns (dim 1), relative to ``start``; None if there is
-        no overlap. A factor that is not cut is not copied."""
+        """Return the product within a range of rows (dim 0) or columns (dim 1), relative to ``start``; None without
+        overlap. A factor that is not cut is not copied."""
         at, size = (self.row, len(self.b)) if dim == 0 else (self.column, self.a.shape[1])
         first, last = max(at, start), min(at + size, stop)
         if first >= last:
@@ -82,8 +82,8 @@ Products = dict[str, list[PlacedLowRank]]  # weight's name -> products to add
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
-    """Convert products for the weights ``here`` (name -> shape) to products for ``there``, another layout of these
-    weights. pairs: (names here, names there, dimension along which the concatenated weights are equal)."""
+    """Convert products for the weights ``here`` (name -> shape) to products for ``there``, another layout. pairs:
+    (names here, names there, dimension). Weights that are concatenated along the dimension are equal."""
     found: Products = {}
     for ours, theirs, dim in pairs:
         starts = accumulate((here[name][dim] for name in ours), initial=0)
@@ -102,7 +102,7 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
-    """Return A (rank, columns) and B (rows, rank). B A is the sum of ``products`` for one weight of this shape.
+    """Return A (rank, columns) and B (rows, rank), where B A is the sum of ``products`` for one weight of this shape.
     Products with one A at one column share rows of A. scaled: multiply B by the scales."""
     starts: dict[tuple[int, int], int] = {}
     rank = 0
@@ -155,7 +155,7 @@ class Merged(Mapping[str, Tensor]):
     @torch.no_grad()
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
         """Merge products and full weights into a model with base weights, one weight at a time on its device. layout:
-        for a model that holds parts of its weights."""
+        for a model with slices of its weights."""
         for name, parameter in model.named_parameters():
             if name in self._products:
                 shape = tuple(parameter.shape) if layout is None else tuple(layout.shapes[name])
@@ -169,8 +169,7 @@ class Merged(Mapping[str, Tensor]):
 
 
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
-    """Return the products of a --lora run's checkpoint, times ``weight``, and the fully trained weights, by OpenDiT's
-    names."""
+    """Return a --lora run's products, times ``weight``, and its fully trained weights, by OpenDiT's names."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     products = {
         f"{name.removesuffix(A)}.weight": [
@@ -183,8 +182,7 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
 
 
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:
-    """Map the authors' layers to published layers. An authors' layer concatenates the rows of published layers. shapes:
-    of published weights."""
+    """Map the authors' layers to published layers with slices of their rows. shapes: of published weights."""
     found = {}
     for pattern, parts in family.original.items():
         for number in count():
@@ -197,7 +195,7 @@ def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]
 
 
 def with_halves_exchanged(products: Products, family: Family) -> Products:
-    """Swap the halves of the rows in the layers ``family.exchanged``. Their published order is the opposite."""
+    """Swap the two halves of rows in the layers ``family.exchanged``. Their published order is the opposite."""
     return {
         name: [replace(product, b=product.b.roll(len(product.b) // 2, 0)) for product in parts]
         if name.removesuffix(".weight") in family.exchanged
@@ -216,12 +214,12 @@ def of_file(
 ) -> Products:
     """Return the products of a LoRA file for the public model ``opened``, times ``weight``, by OpenDiT's names.
 
-    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. If it has no alpha, alpha comes
-    from the metadata or from peft's configuration file, or is the rank. Keys of text encoders are ignored with a
-    message in ``notes``. They are errors if ``notes`` is None or there are no other keys.
+    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. If it has no alpha, alpha comes from the
+    metadata or from peft's configuration file, or is the rank. Keys of text encoders are ignored with a message in
+    ``notes``. They are errors if ``notes`` is None or there are no other keys.
 
-    Raises ValueError for any other file. Each key must belong to a layer, and each layer must have A and B once, with
-    the right shapes."""
+    Raises ValueError for any other file. Keys must belong to layers. Each layer must have A and B once, of its
+    shapes."""
     published: Shapes = opened.files.shapes
     layers = {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in published}
     layers |= original_layers(opened.family, published)
@@ -273,7 +271,6 @@ def _layer_and_part(key: str) -> tuple[str, str | None]:
 
 
 def _belong(keys: Sequence[str]) -> str:
-    """Return "KEY belongs" or "3 keys (KEY, ...) belong"."""
     return f"{keys[0][:100]} belongs" if len(keys) == 1 else f"{len(keys):,} keys ({keys[0][:100]}, ...) belong"
 
 

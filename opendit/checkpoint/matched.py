@@ -1,8 +1,7 @@
-"""Concatenate or split the tensors of a set into another set's tensors (opendit.models.families.base.Match).
+"""Concatenate or split a set's tensors to get another set's tensors (opendit.models.families.base.Match).
 
 One class serves both directions: public weights under OpenDiT's names, and OpenDiT's weights under published names. A
-layout (opendit/parallel/layout.py) lists a shard's ranges in the stored tensors. So a rank reads only what it needs
-from mapped files."""
+layout (opendit/parallel/layout.py) lists a shard's ranges in the stored tensors. A rank reads only these ranges."""
 
 import math
 from collections import Counter
@@ -41,20 +40,20 @@ class _Place:
     """A tensor's range in a joined tensor."""
 
     joined: tuple[int, ...]  # shape of the joined tensor
-    dim: int | None  # dimension of concatenation; None if the tensor is a single stored tensor, perhaps reshaped
+    dim: int | None  # dimension of concatenation; None for a single stored tensor, perhaps reshaped
     # start, stop: range of the tensor along ``dim``
     start: int
     stop: int
     sources: tuple[_Source, ...]  # the stored tensors that overlap with the range
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return the runs of consecutive elements for a range of the joined tensor, or for a shard of this range."""
+        """Return runs of consecutive elements: a range of the joined tensor, or a shard of this range."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 
 
 class Reading:
-    """A shard that has not been read yet, in the stored dtype. Stored tensors of different dtypes are promoted."""
+    """A shard to read, in the stored dtype. Stored tensors with different dtypes are promoted."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
         self.shape, self.dtype = shape, dtype
@@ -65,7 +64,7 @@ class Reading:
         return math.prod(self.shape)
 
     def view(self) -> Tensor | None:
-        """Return a view of a stored tensor if it holds the shard as one run in the wanted dtype; else None."""
+        """Return a view of a stored tensor if it has the shard consecutively and in the wanted dtype; else None."""
         if not self.numel or len(self._runs.start) != 1:
             return None
         for tensor, runs in self._stored:
@@ -162,7 +161,7 @@ class MatchedTensors(TensorSet):
         return Reading(shape, TORCH_DTYPES[self.dtypes[name]], place.runs(place.start, place.stop, shard), stored)
 
     def _stored(self, name: str) -> Tensor:
-        """Return a flattened source tensor. The last one is cached, because several tensors often share it."""
+        """Return a flattened source tensor. The last one is cached, because consecutive tensors often share it."""
         if self._last[0] != name:
             self._last = (name, (self._added if name in self._added else self._source)[name].reshape(-1))
         return self._last[1]
@@ -207,8 +206,7 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if one shape is a reshaping of the other that keeps the first dimension (a convolution's weight and
-    its matrix) or changes only dimensions of size 1."""
+    """Return True if one shape reshapes the other without mixing rows, as for a convolution's weight and its matrix."""
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]
@@ -229,11 +227,11 @@ BUFFER_BYTES, BUFFERS = 32 << 20, 4  # size and number of the page-locked buffer
 
 
 class DeviceReader:
-    """A ``Values`` callable that copies shards to a device in the stored dtype. The device can then cast them. On the
-    CPU, a result may be a view of the file. otherwise: called for parameters that ``tensors`` lacks.
+    """A ``Values`` callable that copies shards to a device in the stored dtype. The device can then cast them.
 
     CPU threads copy a shard from the mapped file into page-locked buffers. The device copies one buffer while the next
-    is filled. A rank needs only BUFFERS * BUFFER_BYTES of host memory."""
+    is filled. A rank needs only BUFFERS * BUFFER_BYTES of host memory. On the CPU, a result may be a view of the file.
+    otherwise: called for parameters that ``tensors`` lacks."""
 
     def __init__(
         self,
@@ -272,7 +270,7 @@ class DeviceReader:
         return values
 
     def _next(self) -> tuple[int, Tensor]:
-        """Return (number, buffer) of the next buffer. First wait until the device has copied the previous content."""
+        """Return (number, buffer) of the next buffer, after the device has copied its content."""
         gpu = self._device.type == "cuda"
         if not self._buffers:
             size = max(self._bytes, 16)
@@ -292,9 +290,10 @@ def fill(
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Set a model's parameters, or this rank's part of each, to the values of ``tensors``. A parameter on the meta
-    device gets memory on ``device`` in ``dtype``, by default the stored dtype. Other parameters keep memory and dtype.
-    layout: for a model that holds parts of its parameters. Raises ValueError if names or shapes differ."""
+    """Set a model's parameters to the values of ``tensors``. Raises ValueError if names or shapes differ.
+
+    A parameter on the meta device gets memory on ``device`` in ``dtype``, by default the stored dtype. Other parameters
+    keep memory and dtype. layout: for a model with slices of its parameters."""
     parameters = {canonical_name(name): (name, tensor) for name, tensor in model.named_parameters()}
     if layout is None:
         check_matched(list(parameters), tensors.shapes, f"{tensors.path}: of the model's weights")
@@ -307,7 +306,7 @@ def fill(
         if not tensor.is_meta:
             tensor.copy_(values)
             continue
-        # On the CPU, always copy: another program could change the file, and ``values`` may be a view of it.
+        # On the CPU, always copy: ``values`` may be a view of a file that another program changes.
         made = values.to(dtype or values.dtype, copy=values.device.type == "cpu")
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(made, tensor.requires_grad))

@@ -1,5 +1,7 @@
-"""Find, verify and read weights, and load them into models or shards: OpenDiT's safetensors files, with a configuration
-in the metadata, and the formats of other programs (opendit/checkpoint/foreign.py)."""
+"""Find, verify and read weights, and load them into models or shards.
+
+OpenDiT's safetensors files have a configuration in the metadata. For other formats see
+opendit/checkpoint/foreign.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -52,7 +54,7 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
     if path.is_file():
         return path
     newest = next((folder for folder in checkpoints_in(path) if _elsewhere(folder) is None), path)
-    if foreign.is_published(path):  # checked first, because its weights may be named like a checkpoint's
+    if foreign.is_published(path):  # first, because a public model's weights may be named like a checkpoint's
         names = (PIPELINE_INDEX, f"{foreign.TRANSFORMER}/{CONFIG}", CONFIG)
         return next(path / name for name in names if (path / name).is_file())
     if why := unsupported(path):
@@ -91,25 +93,24 @@ def _elsewhere(folder: Path) -> str | None:
 
 
 def weights_in(folder: Path, which: str) -> Path:
-    """Return the file or index of a checkpoint's weights ``which``, such as "ema". If neither exists, return the path
-    that is missing: the index if the folder has shards, else the file."""
+    """Return the file or index of a checkpoint's weights ``which``, such as "ema", even if it is missing."""
     names = [which + suffix for suffix in (WHOLE, SHARDS, PARTS)]
     missing = SHARDS if any(folder.glob(f"{which}-shard-*")) else WHOLE
     return folder / next((name for name in names if (folder / name).is_file()), which + missing)
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
-    """Read the weights that :func:`find_weights` finds. For a run's folder with ``notes``, read the newest intact
-    checkpoint, and add a message to ``notes`` if a newer one is damaged. All ranks of ``mesh`` must call this; they
-    divide the verification. Raises FileNotFoundError or ValueError, on every rank, if no intact weights are found."""
+    """Read the weights that :func:`find_weights` finds. All ranks of ``mesh`` must call this, and divide the
+    verification. With ``notes``, a run's folder means its newest intact checkpoint; ``notes`` gets a message about
+    newer, damaged ones. Raises FileNotFoundError or ValueError, on every rank, if no intact weights are found."""
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
 
 
 def use_newest(
     path: str | Path, which: str, notes: list[str] | None, group: ControlGroup, use: Callable[[Weights], T]
 ) -> T:
-    """Return ``use(weights)`` for the weights that :func:`read_newest` finds. A thread verifies the weights during
-    ``use``. For a damaged checkpoint, the result or error of ``use`` is discarded, and the next older one is used."""
+    """Return ``use(weights)`` for the weights that :func:`read_newest` finds. A thread verifies them during ``use``. If
+    a checkpoint is damaged, the result or error of ``use`` is discarded, and the next older checkpoint is used."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
         return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
@@ -127,8 +128,8 @@ def use_newest(
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Read and check the metadata of an OpenDiT weights file, or derive them from a public model's folder; {} for other
-    files. Raises ValueError with one line that names the file and the field."""
+    """Read and check an OpenDiT file's metadata, or derive them from a public model's folder; {} for other files.
+    Raises ValueError with one line that names the file and the field."""
     if folder := folder_of(path):
         return foreign.read_published(folder).info
     if not tensor_set.is_set(path):
@@ -138,7 +139,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def _info(tensors: tensor_set.TensorSet) -> dict[str, Any]:
-    from opendit.checkpoint.schema import checked_metadata  # imports pydantic, so only when weights are read
+    from opendit.checkpoint.schema import checked_metadata  # slow: imports pydantic
 
     text = tensors.metadata.get(METADATA_KEY)
     return {} if text is None else checked_metadata(text, tensors.path)
@@ -153,9 +154,11 @@ def read_config(path: Path) -> DiTConfig | None:
 
 
 def read_weights(path: Path) -> Weights:
-    """Read the weights of a file or an index. Verify checkpoints' weights. Tensors in safetensors files are read when
-    they are used. Raises ValueError if a file is damaged or has no state dict, if weights are not finite, or if they do
-    not match the model in the metadata."""
+    """Read the weights of a file or an index, and verify a checkpoint's. Tensors in safetensors files are read on
+    access.
+
+    Raises ValueError if a file is damaged or has no state dict, or weights are not finite or don't match the
+    metadata."""
     return _use_intact(path, ControlGroup(ALONE), lambda weights: weights)
 
 
@@ -175,7 +178,7 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
 def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
     """Return (None, ``use(weights)``), or (description of the damage, None). A thread computes the checksums during
-    ``use``, because the SHA-256 of DiT-XL/2 takes as long as its transfer to a GPU."""
+    ``use``, because they take as long as the copy to a GPU."""
     mesh = group.mesh
     checking = Background(lambda: _damaged_part(path, mesh.rank, mesh.world_size), name="checksums")
     made: Future[T] = Future()
@@ -189,8 +192,7 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damaged_part(path: Path, part: int, parts: int) -> str | None:
-    """Return how the files at ``path`` differ from the folder's manifest, or None. ``parts`` callers share the work;
-    this one does number ``part``."""
+    """Return how the files at ``path`` differ from the manifest, or None. ``parts`` callers divide the work."""
     if not tensor_set.is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
     if problem := tensor_set.damage(path.parent, part, parts, only=[path.name]):
@@ -207,7 +209,7 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
-    """Read weights, and check share ``part`` of ``parts`` of their tensors."""
+    """Read weights, and check this caller's share."""
     if published := folder_of(path):
         return foreign.read_published(published)
     if path.name == PIPELINE_INDEX:
@@ -225,7 +227,7 @@ def _read_part(path: Path, part: int, parts: int) -> Weights:
 
 
 def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
-    """Return ``weights``. Raises ValueError if a tensor in share ``part`` of ``parts`` holds a NaN or an infinity."""
+    """Return ``weights``. Raises ValueError if a tensor in caller ``part``'s share has a NaN or an infinity."""
     state = weights.state
     stored = isinstance(state, tensor_set.TensorSet)
     tensors = state.as_stored(part, parts) if stored else list(state.items())[part::parts]
@@ -237,7 +239,7 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
 
 
 def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return name -> largest absolute difference for the position tables in ``state`` that differ from computed ones.
+    """Return name -> largest absolute difference, for position tables in ``state`` that differ from computed tables.
     Tables that are missing or have another size are not compared."""
     found = {}
     for name, (dim, sizes) in config.tables.items():
@@ -259,8 +261,8 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 
 class FirstWeights:
-    """Initial values for parameter shards when training starts from pretrained weights. Values come from the file, from
-    small tensors that the adaptation ``start`` computed, or from the random initialization ``initial``."""
+    """Initial values for parameter shards when training starts from pretrained weights. They come from the file, from
+    small tensors that the adaptation ``start`` computed, or from the random ``initial``."""
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
@@ -292,9 +294,9 @@ def load_state(
     dtype: torch.dtype = torch.float32,
     layout: Layout | None = None,
 ) -> None:
-    """Load weights into a model with the same names and shapes. A parameter on the meta device gets memory on
-    ``device``, in ``dtype``. Buffers keep the model's computed values (see ``DiTConfig.tables``). layout: for a model
-    that holds parts of its parameters. Raises ValueError with the first differences of names or shapes."""
+    """Load weights into a model with equal names and shapes. Buffers keep their computed values (see
+    ``DiTConfig.tables``). A parameter on the meta device gets memory on ``device``, in ``dtype``. layout: for a model
+    with slices of its parameters. Raises ValueError with the first differences of names or shapes."""
     if isinstance(weights.state, MatchedTensors):
         return fill(model, weights.state, device, dtype, layout)
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
@@ -307,8 +309,7 @@ def load_state(
             if not tensor.is_meta:
                 tensor.copy_(stored)
                 continue
-            # Copy in the stored dtype; the device then casts the values. On the CPU, a copy is needed because another
-            # program could change the mapped file.
+            # The device casts the values. On the CPU, copy them, because another program could change the mapped file.
             there = stored.to(device)
             made = there.to(dtype, copy=there is stored)
             owner, _, attribute = name.rpartition(".")
@@ -327,8 +328,9 @@ def load_pretrained(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> tuple[DiT, Weights]:
-    """Build a model and load its weights from an OpenDiT checkpoint, a public model's folder, or Meta's .pt file with
-    the model's ``name``. A --lora run's checkpoint is merged into its base.
+    """Build a model and load its weights from a checkpoint, a public model's folder, or Meta's .pt file.
+
+    A --lora run's checkpoint is merged into its base.
 
     Args:
         path: a path that :func:`find_weights` accepts.
@@ -340,7 +342,7 @@ def load_pretrained(
         num_classes: number of classes, for a file that does not have it (see :func:`infer_config`).
         notes: list to which messages for the user are added.
         stage: returns the context manager for a named stage of the work.
-        mesh: the ranks. With tensor parallelism, the model gets this rank's part of each layer.
+        mesh: the ranks. With tensor parallelism, the model gets this rank's slices.
 
     Raises FileNotFoundError or ValueError if the weights are missing, unreadable, or belong to another model.
     """
@@ -376,7 +378,7 @@ def load_pretrained(
         if "lora" in base.info:  # ``path`` is also a checkpoint of a run with --lora
             added, base = [(base, 1.0), *added], _base_of(base)
         model, weights = _with_lora(base, added, name, notes, device, dtype, mesh)
-        if base.path.is_dir():  # the folder is a pipeline, so use its VAE and text encoder, too
+        if base.path.is_dir():  # a pipeline's folder: use its VAE and text encoder, too
             own = {key: base.info[key] for key in ("vae", "text_encoder") if key in base.info}
             weights = replace(weights, path=base.path, info=weights.info | own)
         return model, weights
@@ -389,7 +391,7 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """Reduce each layer to this rank's part, and return the layout; None without tensor parallelism."""
+    """Reduce each layer to this rank's slice, and return the layout; None without tensor parallelism."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)
@@ -420,7 +422,7 @@ def _with_lora(
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
     """Build the model of ``base`` and merge ``added``, (LoRA, factor) pairs. Return the model and the weights of the
-    first LoRA run, or of a run with fully trained layers; ``base`` if there is no run."""
+    first LoRA run, or of a run with fully trained layers; else ``base``."""
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}
@@ -462,14 +464,14 @@ def _with_lora(
                 lengths.append(int(stated) + opened.family.text.beside)
         for key, several in more.items():
             products.setdefault(key, []).extend(several)
-    if first is base and lengths:  # sample with captions of the length that the LoRA was trained with
+    if first is base and lengths:  # captions as long as in the LoRA's training
         first = replace(base, info=base.info | {"config": base.info["config"] | {"max_tokens": max(lengths)}})
     config = first.config
     assert found is not None and config is not None
     if notes is not None:
         notes += table_notes(found, base.state, base.path)
     merged = Merged(base.state, products, full)
-    if isinstance(base.state, MatchedTensors):  # no adaptation is needed, so each rank reads only its slices
+    if isinstance(base.state, MatchedTensors):  # without adaptation, each rank reads only its slices
         model = empty_model(config, parameters=False)
         layout = _divide(model, mesh)
         fill(model, base.state, device, dtype, layout)

@@ -26,11 +26,11 @@ from opendit.common.safe_files import remove
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
-LOW = "low"  # folder of the low-noise network in a run of --expert both; it also has a folder ``checkpoints``
-AVERAGES = "averages"  # folder for reconstructed power averages, and for deleted checkpoints' averages
+LOW = "low"  # folder of the low-noise network in a run of --expert both
+AVERAGES = "averages"  # folder of reconstructed power averages, and of deleted checkpoints' averages
 ENDED = "ended.json"  # describes how the run ended; see opendit/training/interrupt.py
-_MOST_NAME = 255  # maximum size of the file ``latest``, in bytes
-# Names that a run and its loggers write in the run's folder, besides the lock.
+_MOST_NAME = 255  # largest size of the file ``latest``, in bytes
+# Further names that a run and its loggers write in the run's folder.
 WRITTEN = (
     "config.json",
     "config_damaged.json",
@@ -61,13 +61,13 @@ def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
 
 
 def new_run_folder(outputs: str | Path, model: str) -> Path:
-    """Create OUTPUTS/NNN-MODEL. NNN is one more than the highest number, and unique even if several runs start at once.
-    Call on one rank. Raises OSError."""
+    """Create OUTPUTS/NNN-MODEL on one rank. Raises OSError. NNN is one more than the highest number, and unique even if
+    several runs start at once."""
     outputs = Path(outputs)
     outputs.mkdir(parents=True, exist_ok=True)
     number = _next_number(outputs)
     while True:
-        # Only one process can create this folder, so no run, of any model, gets the number twice.
+        # Only one process can create this folder, so the number is unique for runs of all models.
         claim = outputs / f".{number:03d}"
         try:
             claim.mkdir()
@@ -77,7 +77,7 @@ def new_run_folder(outputs: str | Path, model: str) -> Path:
         free = _next_number(outputs)
         if free <= number:
             break
-        claim.rmdir()  # another run took the number before it was claimed
+        claim.rmdir()  # a run with this number exists
         number = free
     folder = outputs / f"{number:03d}-{model.replace('/', '-')}"
     try:
@@ -115,15 +115,15 @@ def folder_name(step: int) -> str:
 def checkpoints_in(run: Path) -> list[Path]:
     """Return a run's checkpoint folders, also damaged ones, in the order in which to try them.
 
-    The checkpoint that ``latest`` names comes first, else the highest step. Earlier steps follow, the newest first.
-    Later steps come last. They exist if the run was resumed at an earlier step."""
+    First the checkpoint that ``latest`` names, else the highest step. Then earlier steps, the newest first. Then later
+    steps, from before the run was resumed at an earlier step."""
     folder = run / CHECKPOINTS
     try:
         names = os.listdir(folder)
     except OSError:
         return []
     steps = [folder / name for name in names if re.fullmatch("step_[0-9]+", name)]
-    # If save.put_in_place is killed between two renames, a checkpoint has only this name.
+    # the only name of a checkpoint if save.put_in_place was killed between two renames
     steps += [folder / name for name in names if re.fullmatch(r"\.step_[0-9]+\.replaced", name)]
     steps.sort(key=lambda path: (step_of(path), path.name.startswith("step")), reverse=True)
     latest = folder / LATEST
@@ -136,20 +136,21 @@ def checkpoints_in(run: Path) -> list[Path]:
     except ValueError:
         return [latest, *steps]  # loading reports the damage
     if newest not in map(step_of, steps):
-        steps.insert(0, latest)  # ``latest`` names a missing folder; loading reports this
+        steps.insert(0, latest)  # loading reports that the folder is missing
     return sorted(steps, key=lambda path: path is not latest and step_of(path) > newest >= 0)
 
 
 def named_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that a run's ``latest`` or ``best`` names. A link is read, but never followed. Return any
-    other folder unchanged, also if ``latest`` or ``best`` is a folder or missing. Raises ValueError if the name is not
-    ``step_*``."""
+    """Return the checkpoint that a run's ``latest`` or ``best`` names. A link is read, but never followed.
+
+    Return any other folder unchanged, also if ``latest`` or ``best`` is a folder or missing. Raises ValueError if the
+    name is not ``step_*``."""
     path = Path(os.path.abspath(folder))
     if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
         return folder
     try:
         if not path.is_symlink() and (path.is_dir() or not path.exists()):
-            return folder  # the run was copied without symbolic links, or ``folder`` does not exist
+            return folder  # a copy without symbolic links, or no such folder
         name = os.readlink(path) if path.is_symlink() else read_bounded(path, _MOST_NAME).decode().strip()
     except (OSError, ValueError) as error:
         raise ValueError(f"{printable(folder)} can't be read ({printable(str(error))}); remove it") from error
@@ -169,7 +170,7 @@ def newest_run(outputs: str, model: str | None = None, video: bool = False) -> P
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the checkpoint to resume from, perhaps a damaged one, or None if the run has no checkpoint."""
+    """Return the checkpoint to resume from, perhaps damaged, or None."""
     for folder in checkpoints_in(run):
         with contextlib.suppress(ValueError):
             return named_checkpoint(folder).resolve()
@@ -177,8 +178,8 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def low_noise_of(path: str | Path) -> Path | None:
-    """Return the low-noise network's checkpoint that belongs to the high-noise network's. It may be missing. None
-    unless the run trains both networks (``--expert both``). path: a run, a checkpoint, or a file in it."""
+    """Return the low-noise checkpoint that belongs to a high-noise one, even if it is missing. None unless the run
+    trains both networks (``--expert both``). path: a run, a checkpoint, or a file in it."""
     path = Path(path)
     path = path.parent if path.is_file() else path
     for run in (path, path.parent.parent):
@@ -189,8 +190,9 @@ def low_noise_of(path: str | Path) -> Path | None:
 
 
 def point_to(latest: Path, final: Path) -> None:
-    """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name if links are impossible. If
-    ``latest`` is a folder (a run copied without links), rename it. Raises OSError if both fail; ``latest`` is then
+    """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name if links are impossible.
+
+    If ``latest`` is a folder (a run copied without links), rename it. Raises OSError if both fail; ``latest`` is then
     removed, because an outdated link must not be used."""
     new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
@@ -214,8 +216,8 @@ def point_to(latest: Path, final: Path) -> None:
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder that must contain a checkpoint's files. This is the run's folder, or the target of
-    ``checkpoints`` if that is a link to another disk. Without a run, it is the checkpoint's folder."""
+    """Return the folder that must contain a checkpoint's files: the run's folder, or the checkpoint's without a run. If
+    ``checkpoints`` is a link to another disk, return the link's target."""
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
         return folder
@@ -224,8 +226,7 @@ def root_of(folder: Path) -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return a checkpoint's run folder. None if there is no run, or ``checkpoints`` is a link: its target is only
-    read."""
+    """Return a checkpoint's run folder to write to. None without a run, or if ``checkpoints`` is a link."""
     folder = _in_run(folder)
     own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
     return folder.parent.parent.resolve() if own else None
@@ -238,30 +239,30 @@ def _in_run(folder: Path) -> Path:
 
 
 if TYPE_CHECKING:
-    from opendit.parallel.mesh import Mesh  # only for type checkers, because it imports torch
+    from opendit.parallel.mesh import Mesh  # for type checkers only, because it imports torch
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-# seconds between updates of the lock's time stamp; the updates show other machines that the owner is alive
+# seconds between updates of the lock's time stamp. They show other machines that the owner is alive.
 HEARTBEAT_S = 10.0
-PATIENCE_S = 45.0  # another machine's lock can be replaced after this many seconds without an update
-EMPTY_S = 2.0  # maximum seconds to wait for an owner's name in a new lock
+PATIENCE_S = 45.0  # seconds without an update after which another machine's lock can be replaced
+EMPTY_S = 2.0  # seconds to wait for an owner's name in a new lock
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 
 class Locked(ValueError):
-    """Raised if another process writes to the folder. The message names the process ID and the machine."""
+    """Error if another process writes to the folder. The message names the process ID and the machine."""
 
 
 class FolderLock:
     """A lock on a folder until :meth:`release` or the end of this process. Usable as a context manager.
 
     The file ``.lock`` names the owner. On the owner's machine, flock shows whether the owner is alive. For other
-    machines, and on file systems without flock, the owner touches the file regularly. A lock without recent touches can
-    be replaced. If no lock file can be written, nothing is locked. ``note`` is a message for the user about a replaced
-    or missing lock, else None.
+    machines, and on file systems without flock, the owner touches the file regularly, and a lock without recent touches
+    can be replaced. If no lock file can be written, nothing is locked. ``note`` is a message for the user about a
+    replaced or missing lock, else None.
 
     flag, fix: for messages, the flag that named the folder, and advice. Raises Locked if another process holds the
     lock, and LinkRefused if the lock file is a symbolic link."""
@@ -276,7 +277,7 @@ class FolderLock:
                 pass
         except safe_files.LinkRefused:
             raise
-        except OSError as error:  # a full or read-only disk; it must not end the run
+        except OSError as error:  # a full or read-only disk must not end the run
             self.note = f"{self.path} can't be made ({error.strerror}): nothing keeps another process out of {folder}"
             return
         _held.add(self)
@@ -303,7 +304,7 @@ class FolderLock:
         os.close(file)
 
     def _take(self) -> bool:
-        """Try to take the lock. Return False if the lock file changed meanwhile and the caller must try again."""
+        """Try to take the lock. Return False if the lock file has changed meanwhile: the caller must try again."""
         try:
             file, made = safe_files.open_to_write(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o644), True
         except FileExistsError:
@@ -322,7 +323,7 @@ class FolderLock:
                         remove(self.path)
                     return False
             os.ftruncate(file, 0)
-            # an error of a full disk is ignored: the lock stays empty, but flock holds it
+            # on a full disk, the lock stays empty, but flock holds it
             with contextlib.suppress(*[OSError] * flocked):
                 owner = {"host": socket.gethostname(), "boot": boot(), "pid": os.getpid()}
                 os.pwrite(file, json.dumps({**owner, "inode": os.fstat(file).st_ino}).encode(), 0)
@@ -345,7 +346,7 @@ class FolderLock:
     def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
         """Return a message if the owner has ended and left a lock. Raises Locked if the owner is alive."""
         if not owner:
-            return None  # a killed owner had not written a name yet
+            return None  # a killed owner had not written its name yet
         who = _name(owner)
         if flocked and owner.get("boot") == boot():
             return f"{self.folder} was locked by {who}, which is gone: taken over"
@@ -370,9 +371,10 @@ class FolderLock:
 def lock_folder(
     folder: Path, mesh: "Mesh", flag: str, fix: str, written: Collection[str] = ()
 ) -> tuple[contextlib.AbstractContextManager[Any], list[str]]:
-    """Take a :class:`FolderLock` on rank 0 for all ranks of a job. Call on every rank. written: names that the job will
-    write in the folder; none may be a link. Return a context manager that releases the lock, and messages for the user.
-    Raises Locked or LinkRefused on every rank."""
+    """Take a :class:`FolderLock` on rank 0 for all ranks of a job. Call on every rank.
+
+    written: names that the job will write in the folder; none may be a link. Return a context manager that releases the
+    lock, and messages for the user. Raises Locked or LinkRefused on every rank."""
     lock, problem = None, None
     if mesh.is_main:
         try:
@@ -408,7 +410,7 @@ def _owner(file: int, wait: bool) -> dict[str, Any]:
         with contextlib.suppress(ValueError, RecursionError):  # the file may hold anything
             owner = json.loads(os.pread(file, 4096, 0))
             if isinstance(owner, dict) and isinstance(owner.get("pid"), int):
-                # A lock that was copied along with its folder does not lock the copy.
+                # A lock that was copied with its folder does not lock the copy.
                 return owner if owner.get("inode") == os.fstat(file).st_ino else {}
         if time.monotonic() >= end:
             return {}
@@ -428,7 +430,7 @@ def boot() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Return the start time of a process in ticks since boot; 0 if it has ended or is a zombie, None if unknown."""
+    """Return a process's start time in ticks since boot; 0 if it has ended or is a zombie, None if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])
@@ -439,7 +441,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _leave_to_parent() -> None:
-    """Close the lock files in a forked child, such as a loader's worker, so that the child doesn't keep the locks."""
+    """Close the lock files in a forked child, such as a loader's worker, so that it doesn't keep the locks."""
     for lock in list(_held):
         file, lock._file = lock._file, None
         if file is not None:

@@ -1,9 +1,8 @@
 """Save a run. Training waits only for the copy to host memory; a background thread writes the files.
 
 With ``WholeTensorFiles``, one rank gathers and writes each file. All ranks' buffers hold (3 + averages) x 4 bytes x
-parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles``, every rank writes shards. Ranks that hold copies
-of the same shards each write a part of them. A checkpoint's folder gets its final name when all files are on the
-disk."""
+parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles``, every rank writes shards; ranks with equal
+shards divide them. A checkpoint's folder gets its final name when all files are on the disk."""
 
 import contextlib
 import json
@@ -37,7 +36,7 @@ from opendit.parallel.supervisor import CLOSING
 logger = logging.getLogger(__name__)
 
 Files = dict[str, dict[str, Tensor]]  # one rank's files: file -> tensor's name -> tensor in host memory
-THREADS = 4  # threads for copies within host memory; one thread does not use the full bandwidth
+THREADS = 4  # for copies within host memory; one thread does not use the full bandwidth
 OPTIMIZER = "optimizer"
 
 
@@ -60,7 +59,7 @@ def buffers_of(engine: Engine) -> dict[str, Tensor]:
 
 
 class HostBuffer:
-    """A buffer of fp32 numbers in host memory. Until :meth:`free`, the memory is page-locked for copies from a GPU."""
+    """A buffer of fp32 numbers in host memory. Until :meth:`free`, it is page-locked for copies from a GPU."""
 
     def __init__(self, numel: int, device: torch.device):
         self.device, self._used = device, 0
@@ -107,9 +106,10 @@ class HostBuffer:
 
 
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
-    """Map each (set, parameter) to the rank that writes it, so that all ranks write about equal amounts. sizes: each
-    parameter's number of elements. A set of weights is one file of one rank. The moments (set ``OPTIMIZER``) are
-    assigned parameter by parameter, the largest first, to the rank with the least to write."""
+    """Map each (set, parameter) to the rank that writes it, so that ranks write about equal amounts.
+
+    sizes: each parameter's number of elements. A set of weights is one file, so one rank writes it. Moments (set
+    ``OPTIMIZER``) are assigned one by one, the largest first, to the rank with the least to write."""
     load, owner = [0] * ranks, {}
 
     def give(keys: list[tuple[str, str]], size: int) -> None:
@@ -125,7 +125,7 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
 
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
-    """Return the bytes of the save buffers on the host with the most. sizes: each parameter's number of elements."""
+    """Return the bytes of save buffers on the host with the most. sizes: each parameter's number of elements."""
     weight_sets = [str(number) for number in range(1 + averages)]
     found = [0] * -(-ranks // ranks_of_a_host)
     for (which, name), rank in share_out(sizes, weight_sets, ranks).items():
@@ -134,8 +134,8 @@ def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks
 
 
 class WholeTensorFiles:
-    """Copies and writes one rank's files for a checkpoint of whole tensors. version: the version in state.json.
-    averages: each average's file. Sampling uses the first average."""
+    """Copies and writes one rank's files for a checkpoint of full tensors. version: the version in state.json.
+    averages: each average's file; sampling uses the first."""
 
     version = 2
 
@@ -166,7 +166,7 @@ class WholeTensorFiles:
         return files
 
     def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write this rank's files. Return the manifest's entries for these files. Raises OSError."""
+        """Write this rank's files. Return their entries in the manifest. Raises OSError."""
         run = folder.parent.parent
         return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
@@ -179,20 +179,20 @@ class WholeTensorFiles:
 
 
 def written_part(layout: Layout, name: str) -> Shard:
-    """Return the part of a parameter that this rank writes. Ranks with equal shards divide their shard evenly."""
+    """Return the slice of a parameter that this rank writes. Ranks with equal shards divide their shard evenly."""
     holders = layout.replicas(name)
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
 
 def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge dictionaries. A key that several of them have must have equal values."""
     return {key: value for part in parts for key, value in part.items()}
 
 
 class ShardFiles:
-    """Copies and writes one rank's files for a sharded checkpoint. version: the version in state.json. averages: each
-    average's index file. channel: for an exchange between ranks in the constructor. Raises ValueError, on every rank,
-    unless each element of each parameter is written exactly once."""
+    """Copies and writes one rank's files for a sharded checkpoint. version: the version in state.json.
+
+    averages: each average's index file. channel: for an exchange between ranks in the constructor. Raises ValueError,
+    on every rank, unless each element of each parameter is written exactly once."""
 
     version = 3
 
@@ -238,7 +238,7 @@ class ShardFiles:
         return files
 
     def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write this rank's files. Return the manifest's entries for these files. Raises OSError."""
+        """Write this rank's files. Return their entries in the manifest. Raises OSError."""
         written = {}
         for which in self._sets:
             name = self._file(which)
@@ -260,7 +260,7 @@ class ShardFiles:
         return tensor_set.shard_file(which, self.mesh.rank, self.mesh.world_size)
 
     def _index(self, which: str, step: int, metadata: dict[str, str]) -> tensor_set.ShardIndex:
-        """Return the index of a set, equal on every rank."""
+        """Return a set's index, equal on every rank."""
         tensors = {}
         for name, (dtype, shape) in self._shapes.items():
             if which in (self._weights if name not in self._trained else [*self._weights, *self._moments[name]]):
@@ -285,7 +285,7 @@ def put_in_place(final: Path) -> OSError | None:
     """Rename a complete checkpoint to its final name, then set ``latest``. A complete checkpoint exists at every
     moment. Return the error if ``latest`` can't be set, else None. Raises OSError if the renaming fails."""
     run = final.parent.parent
-    if os.path.lexists(final):  # a checkpoint from before the run was resumed at an earlier step
+    if os.path.lexists(final):  # from before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
         rename(final, _replaced(final), root=run)
     rename(incomplete(final), final, root=run)
@@ -300,15 +300,14 @@ def put_in_place(final: Path) -> OSError | None:
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Remove folders that a killed save or deletion left behind. If a save was killed while replacing a checkpoint, the
-    old checkpoint gets its name back. Return the new path of checkpoint ``in_use``. Call on one rank, while no save is
-    in progress."""
+    """Remove folders that a killed save or deletion left. Call on one rank, while no save is in progress. If a save was
+    killed while replacing a checkpoint, the old checkpoint gets its name back. Return ``in_use``'s new path."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
     for left in checkpoints.glob(".step_*.replaced"):
         final = step_folder(checkpoints, step_of(left))
-        if left == in_use:  # the run resumed from the replaced folder because the new one is damaged
+        if left == in_use:  # the run resumed from the replaced folder, because the new one is damaged
             remove_tree(final, root=run)
         if os.path.lexists(final):
             remove_tree(left, root=run)
@@ -321,9 +320,10 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
 def prune(
     checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
 ) -> None:
-    """Delete checkpoints up to ``newest``, except the ``keep`` newest (0: all) and those in ``kept``. Later steps
-    remain; they exist if the run was resumed at an earlier step. keep_averages: move a deleted checkpoint's averages to
-    the run's folder ``averages``."""
+    """Delete checkpoints up to ``newest``, except the ``keep`` newest (0: all) and those in ``kept``.
+
+    Later steps, from before the run was resumed at an earlier step, remain. keep_averages: move a deleted checkpoint's
+    averages to the run's folder ``averages``."""
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
         if old not in kept:
@@ -340,12 +340,13 @@ def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
     for path in checkpoint.iterdir():
         if not path.name.startswith(tensor_set.AVERAGE_SET) and path.name not in (tensor_set.STATE, MANIFEST):
             remove(path, root=run)
-    remove_tree(run / AVERAGES / name, root=run)  # may exist from before the run was resumed at an earlier step
+    remove_tree(run / AVERAGES / name, root=run)  # from before the run was resumed at an earlier step
     move_into(checkpoint, run / AVERAGES / name, root=run)
 
 
 class BestCheckpoint:
     """Points the link ``checkpoints/best`` to the checkpoint with the best value of one metric. Use on one rank only.
+
     Values that were measured differently, or on other samples, are ignored.
 
     Args:
@@ -363,13 +364,13 @@ class BestCheckpoint:
             if 0 <= step_of(folder) <= last:
                 try:
                     self.take(folder, tensor_set.read_state(folder))
-                except ValueError:  # a damaged checkpoint; --load would report the damage
+                except ValueError:  # --load would report the damage
                     continue
 
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
-        """Compare the checkpoint just saved with the best one, and set the link. Raises OSError if it can't be set."""
+        """Compare a new checkpoint with the best one, and set the link. Raises OSError if the link can't be set."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        # set the link even if the best checkpoint is unchanged, because a resumed run may find an outdated link
+        # always set the link, because a resumed run may find an outdated one
         if self.folder is not None:
             point_to(checkpoints / BEST_LINK, self.folder)
 
@@ -391,23 +392,23 @@ class BestCheckpoint:
 class Checkpoints:
     """Saves a run's checkpoints, one at a time. All ranks must construct and call the object.
 
-    On exit, this context manager waits for the write in progress and frees the host memory. After an error, it waits
-    at most ``CLOSING`` seconds; the previous checkpoint then stays the newest.
+    On exit, the context manager waits for the write in progress and frees the host memory. After an error, it waits at
+    most ``CLOSING`` seconds; if they are not enough, the previous checkpoint remains the newest.
 
     Args:
         info: the metadata of the weights files (model, config, class names, VAE, ...).
         keep: number of checkpoints to keep; 0 keeps all.
         in_use: the checkpoint that this run resumed from. It is never deleted.
-        sharded: True if every rank writes shards, False for whole tensors.
+        sharded: True if every rank writes shards, False for full tensors.
         enabled: False for a run that saves nothing. No host memory is then allocated.
-        write_failures: counter of failures to set ``latest`` and ``best``. Such failures do not harm checkpoints.
-        before: the ``Checkpoints`` of the run's second network; this object saves that network too. At every step,
-            the second network's checkpoint is written first and deleted last.
+        write_failures: counts failures to set ``latest`` and ``best``. They do not harm checkpoints.
+        before: the ``Checkpoints`` of the run's second network; this object saves that network too. At every step, the
+            second network's checkpoint is written first and deleted last.
 
     Attributes:
         failures: a message for every failed save, on every rank.
         newest: the run's last complete checkpoint, on every rank.
-        stall_s, write_s: seconds for which the last save stopped training, and seconds for writing the files.
+        stall_s, write_s: the last save's seconds: how long training stopped, and how long the files took.
     """
 
     def __init__(
@@ -428,7 +429,7 @@ class Checkpoints:
         self.folder, self.info, self.keep, self.in_use = folder, info, keep, in_use
         self.enabled = enabled
         self._best, self._before = best, before
-        self._after: Path | None = None  # checkpoints of the network that is saved after this one
+        self._after: Path | None = None  # checkpoints of the network that is saved next
         if before is not None:
             before._after = folder
         self._write_failures = write_failures or WriteFailures()
@@ -487,7 +488,7 @@ class Checkpoints:
         if self.ema.power:
             self.ema.snapshots.append(state["step"])
             full["ema"]["snapshots"] = list(self.ema.snapshots)
-        # A daemon thread does not keep this process alive. If a rank dies, all other ranks' threads wait forever.
+        # If a rank dies, all other ranks' threads wait forever. A daemon thread does not keep this process alive.
         self._thread = threading.Thread(target=self._write, args=(files, full), name="checkpoint", daemon=True)
         self._thread.start()
         self.stall_s = time.perf_counter() - started
@@ -542,7 +543,7 @@ class Checkpoints:
                     raise ValueError(f"{bad} in {name} is not finite")
             make_folder(folder, root=run)
             written = self._kind.write(folder, files, step, metadata)
-        except Exception as error:  # any error, because all ranks must know about it
+        except Exception as error:  # all ranks must know about any error
             problem = f"rank {self.mesh.rank}: {error}"
         reports = self._channel.gather((written, problem))
         problem = next((text for _, text in reports if text), None)

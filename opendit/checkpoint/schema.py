@@ -1,7 +1,7 @@
 """Check the contents of run and checkpoint files before memory is allocated or a model is built.
 
 The pydantic models for settings of networks and objectives are derived from dataclasses. Keys that no version of
-OpenDiT has written are refused. The import of this module is slow, so other modules import it when they read a file."""
+OpenDiT has written are refused. Import this module only to read a file, because it is slow."""
 
 import dataclasses
 import functools
@@ -37,8 +37,8 @@ from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.models.zoo import CLASSES, config_from_dict
 
-# Bounds of configuration fields, far above every existing model. A model's real size is compared with its weights in
-# opendit.checkpoint.tensor_set.
+# Bounds of configuration fields, far above every existing model. opendit.checkpoint.tensor_set compares a model's real
+# size with its weights.
 BOUNDS = {
     "input_size": Interval(ge=1, le=1 << 16),
     "patch_size": Interval(ge=1, le=64),
@@ -55,7 +55,7 @@ BOUNDS = {
     "expert_capacity": Interval(gt=0, le=4096),
     "width": Interval(ge=1, le=1 << 16),
     "max_tokens": Interval(ge=1, le=1 << 16),
-    # Bounds of the fields of objectives:
+    # of objectives:
     "min_snr": Interval(gt=0, le=1e6),
     "shift": Interval(gt=0, le=1e6),
     "shift_tokens": Interval(ge=1, le=1 << 31),
@@ -71,16 +71,16 @@ BY_TYPE: dict[type[Any], Any] = {
     float: Annotated[float, Interval(ge=-1e9, le=1e9)],
     str: Annotated[str, MaxLen(256)],
 }
-# maxima in an index: cuts per shard, ranges per cut, dimensions per tensor
+# in an index: cuts per shard, ranges per cut, dimensions per tensor, at most
 MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8
-TOKENS = 1 << 22  # maximum number of tokens of a sample: four times the longest sample in published training
+TOKENS = 1 << 22  # most tokens of a sample: four times the longest sample in published training
 
 # ------------------------------------------------------------------------------------------ from dataclasses
 
 
 @functools.cache
 def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
-    """Create a pydantic model for the JSON form of dataclass ``kind``. tag: name of an optional string field."""
+    """Create a pydantic model for a dataclass's JSON form. tag: name of an optional string field."""
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {} if tag is None else {tag: (Word, "")}
     for field in dataclasses.fields(kind):
@@ -142,7 +142,7 @@ if TYPE_CHECKING:
     ModelConfig: TypeAlias = dict[str, Any]
     ObjectiveSettings: TypeAlias = dict[str, Any]
 else:
-    # The output of ``DiTConfig.to_dict``. A configuration without a kind belongs to a DiT.
+    # The output of ``DiTConfig.to_dict``. Without a kind, it belongs to a DiT.
     KINDS = {kind.config.kind: model_of(kind.config, "kind") for kind in CLASSES.values()}
     ModelConfig = _tagged(KINDS | {PublicConfig.kind: PublicModel}, "kind", DiTConfig.kind)
     # The output of ``Objective.to_dict``.
@@ -223,7 +223,7 @@ class Scaler(JsonObject):
 
 class Averages(JsonObject):
     """A checkpoint's averages. ``files`` maps each file to a decay, or to the width of a power average. With power
-    averages, ``snapshots`` lists the steps of all checkpoints that the run has saved, including this one."""
+    averages, ``snapshots`` lists the steps of all checkpoints that the run has saved, with this one."""
 
     files: Annotated[dict[FileName, Annotated[float, Interval(ge=0, le=1)]], FailFast(), MaxLen(1000)]
     updates: Count
@@ -262,7 +262,7 @@ class StateFile(JsonObject):
     optimizer_steps: Count
     scaler: Scaler
     ema: Averages
-    # Settings of the run, to be compared with the settings of a resumed run.
+    # Settings that are compared when the run is resumed.
     world_size: int = Field(1, ge=1, le=1 << 20)
     plugin: Word = ""
     precision: Word = ""
@@ -280,7 +280,7 @@ class StateFile(JsonObject):
 
 
 class RunConfig(OpenJsonObject):
-    """The starts and resumes in a run's config.json, which opendit.training.fingerprint reads."""
+    """The starts and resumes in a run's config.json."""
 
     starts: Annotated[list[Any], MaxLen(100_000)] = []
 

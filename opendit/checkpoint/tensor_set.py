@@ -53,7 +53,7 @@ from opendit.models.zoo import Shapes, model_shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
 INDEX_VERSION = 1
-MOST_BYTES = 50 * 10**9  # maximum bytes per weights file, as in transformers since version 5
+MOST_BYTES = 50 * 10**9  # bytes per weights file, as in transformers since version 5
 SHARD_OF = "shard_of"  # metadata key in shard files
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -66,15 +66,15 @@ def shard_file(tensors: str, rank: int, ranks: int) -> str:
 
 
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
-    """Return a shard file's metadata: the set, the step, and each tensor's canonical shape and cuts. They must agree
-    with the index. held: name -> (canonical shape, shard)."""
+    """Return a shard file's metadata: the set, the step, and each tensor's canonical shape and cuts, as in the index.
+    held: name -> (canonical shape, shard)."""
     said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
     return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor in an index: dtype, canonical shape, and file -> the tensor's shard in the file."""
+    """A tensor in an index: dtype, canonical shape, and file -> the file's shard."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -133,13 +133,12 @@ def index_text(index: ShardIndex) -> str:
 
 
 def _cuts(shard: Shard) -> list[list[int | None]]:
-    # int(), because json can't serialize Gemini's numpy integers.
+    # int(), because json can't serialize Gemini's numpy integers
     return [[dim, *(int(edge) for edges in ranges for edge in edges)] for dim, ranges in shard.slices]
 
 
 def index_from(value: dict[str, Any]) -> ShardIndex:
-    """Convert an index file's content, after the checks of opendit.checkpoint.schema. Raises ValueError if the index is
-    inconsistent."""
+    """Convert an index file's content, after opendit.checkpoint.schema's checks. Raises ValueError if inconsistent."""
     tensors = {}
     for name, entry in value["tensors"].items():
         shape = tuple(entry["shape"])
@@ -170,7 +169,7 @@ def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
 
 
 class TensorSet(Mapping[str, Tensor]):
-    """A mapping from names to tensors. A tensor is read on access. Create one with :func:`open_set`. shapes: name ->
+    """A mapping from names to tensors. A tensor is read on access. Create sets with :func:`open_set`. shapes: name ->
     canonical shape. dtypes: name -> dtype, as safetensors spells it."""
 
     def __init__(self, path: Path):
@@ -190,13 +189,12 @@ class TensorSet(Mapping[str, Tensor]):
         return self.path
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor or shard) without copies, for share ``part`` of ``parts`` of all that is stored."""
+        """Yield (name, tensor or shard) without copies, for caller number ``part`` of ``parts``."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 
     def check_files(self, part: int = 0, parts: int = 1) -> None:
-        """Check the headers of shard files, share ``part`` of ``parts``. Raises ValueError if one contradicts the
-        index."""
+        """Check caller ``part``'s share of shard files' headers. Raises ValueError if one contradicts the index."""
 
     def close(self) -> None:
         self._files.clear()
@@ -232,7 +230,7 @@ class TensorSet(Mapping[str, Tensor]):
 
 
 class WholeTensors(TensorSet):
-    """Whole tensors, in one file or distributed over several files."""
+    """Full tensors, in one file or distributed over several files."""
 
     def __init__(self, path: Path, place: dict[str, str]):
         super().__init__(path)
@@ -258,7 +256,7 @@ class WholeTensors(TensorSet):
 
 
 class ShardedTensors(TensorSet):
-    """Tensors in shards that the ranks of a run have written."""
+    """Tensors in shards that a run's ranks have written."""
 
     def __init__(self, path: Path, index: ShardIndex):
         super().__init__(path)
@@ -329,7 +327,7 @@ def _places(path: Path) -> dict[str, str]:
     if not path.name.endswith(PARTS):
         return {}
     from opendit.common.json_models import read_file
-    from opendit.encoders.schema import INDEX  # imports pydantic, so only when an index is read
+    from opendit.encoders.schema import INDEX  # slow: imports pydantic
 
     places = read_file(path, INDEX)["weight_map"]
     if not places:
@@ -349,9 +347,9 @@ def open_set(path: Path, root: Path | None = None) -> TensorSet:
 
 
 def read_index(path: Path) -> ShardIndex:
-    """Read an index. Check that the listed files exist, are large enough, and hold every element once, without opening
-    them. Raises OSError, or ValueError that names the file at fault."""
-    from opendit.checkpoint.schema import INDEX_FILE  # imports pydantic, so only when an index is read
+    """Read an index. Check, without opening the listed files, that they exist, are large enough, and hold every element
+    once. Raises OSError, or ValueError that names the file at fault."""
+    from opendit.checkpoint.schema import INDEX_FILE  # slow: imports pydantic
     from opendit.common.json_models import read_file
 
     try:
@@ -410,10 +408,10 @@ def write_weights(
     output: Path, state: Mapping[str, Tensor], metadata: dict[str, str], most_bytes: int = MOST_BYTES
 ) -> list[Path]:
     """Write weights as one .safetensors file. Above ``most_bytes``, write several files with an index, as transformers
-    and diffusers do: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json.
+    does: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json.
 
-    Tensors are read one at a time. Each file has the metadata. Old files of STEM are removed. Return the written
-    files, first the single file or the index. Raises OSError."""
+    Tensors are read one at a time. Each file has the metadata. Old files of STEM are removed. Return the written files,
+    first the single file or the index. Raises OSError."""
     kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
     stem = output.name.removesuffix(WHOLE)
@@ -437,7 +435,7 @@ def write_weights(
 
 
 def parts_of(output: Path) -> list[Path]:
-    """Return the files STEM-?????-of-?????.safetensors in the folder of the file ``output``, STEM.safetensors."""
+    """Return the files STEM-?????-of-?????.safetensors in the folder of ``output``, STEM.safetensors."""
     number = "[0-9]" * 5
     return sorted(output.parent.glob(f"{output.name.removesuffix(WHOLE)}-{number}-of-{number}{WHOLE}"))
 
@@ -480,12 +478,12 @@ VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> suffix of a set's f
 
 
 def average_sets(decays: tuple[float, ...]) -> list[str]:
-    """Return the name of each average's set of tensors. Sampling uses the first average."""
+    """Return the names of the averages' sets. Sampling uses the first average."""
     return [AVERAGE_SET, *(f"ema_{decay}" for decay in decays[1:])]
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
-    """Return the name of the first of these CPU tensors that holds a NaN or an infinity; None if all are finite."""
+    """Return the name of the first CPU tensor with a NaN or an infinity; None if all are finite."""
     return next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
 
 
@@ -511,7 +509,7 @@ def _sha256_of(files: dict[str, dict[str, Any]]) -> str:
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """Return name -> {"bytes", "sha256"} for every file of a checkpoint. Files that are not listed are never read.
     Raises ValueError if the manifest is missing or damaged."""
-    from opendit.checkpoint.schema import MANIFEST_FILE  # imports pydantic, so only when a checkpoint is read
+    from opendit.checkpoint.schema import MANIFEST_FILE  # slow: imports pydantic
     from opendit.common.json_models import read_file
 
     path = folder / MANIFEST
@@ -526,13 +524,13 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class AnotherVersion(ValueError):
-    """Raised for a checkpoint that another version of the program wrote and this version can't read."""
+    """Error for a checkpoint that another version of the program wrote and this version can't read."""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's state.json. Raises AnotherVersion if this version of the program can't read
     the checkpoint, and ValueError if the file is missing or damaged."""
-    from opendit.checkpoint.schema import ANY_STATE, STATE_FILE  # imports pydantic, so only when a checkpoint is read
+    from opendit.checkpoint.schema import ANY_STATE, STATE_FILE  # slow: imports pydantic
     from opendit.common.json_models import read_file
 
     path = named_checkpoint(folder) / STATE
@@ -555,7 +553,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def file_size(path: Path, root: Path) -> int:
     """Return the size in bytes of a regular file inside ``root``. Raises ValueError with the path if the file is
-    missing, links out of ``root``, or is a FIFO or device: opening one could block."""
+    missing, links out of ``root``, or could block (a FIFO or device)."""
     try:
         real = path.resolve(strict=True)
         found = os.stat(real)
@@ -581,8 +579,10 @@ def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | 
 
 
 def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
-    """Compare a checkpoint's files with the manifest, and return their names. Compare all sizes, and the checksums in
-    share ``part`` of ``parts``. only: names of the files; all by default. Raises ValueError for the first wrong file.
+    """Compare a checkpoint's files with the manifest, and return their names. only: names to compare; all by default.
+
+    Raises ValueError for the first wrong file. Each caller, number ``part`` of ``parts``, compares its share of
+    checksums.
     """
     named_checkpoint(folder)
     root, named = root_of(folder), str(folder)
@@ -601,7 +601,7 @@ def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection
         if (size := file_size(path, root)) != entries[name]["bytes"]:
             raise ValueError(f"{path} is damaged: {size:,} bytes, {entries[name]['bytes']:,} were written")
     mine = names[part::parts]
-    with ThreadPoolExecutor(max_workers=4) as pool:  # threads help, because hashing releases the GIL
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
         try:
             digests = list(pool.map(sha256_of, [folder / name for name in mine]))
         except OSError as error:
@@ -613,7 +613,7 @@ def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection
 
 
 def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:
-    """Return the run's newest earlier checkpoint for which ``problem`` returns None; None if none exists."""
+    """Return the run's newest earlier checkpoint for which ``problem`` returns None, or None."""
     try:
         folder = named_checkpoint(folder).resolve()
     except ValueError:
