@@ -39,8 +39,8 @@ def replacing(
     After an exception, ``path`` is unchanged and the temporary file (``file.name``) is deleted.
 
     Args:
-        mark: part of the temporary file's name, by default the process number. A caller that knows the mark can find
-            the file after a crash. Two processes must not use the same mark at once.
+        mark: MARK in the temporary file's name, by default the process number. A caller that knows the mark can find
+            the file after a crash. Concurrent processes need different marks.
         make: create missing folders above ``path``.
         temporary: name of the temporary file. The default is ``.STEM.MARK.SUFFIX``.
 
@@ -98,7 +98,7 @@ def open_to_write(path: Path, flags: int, *, root: Path | None = None, make: boo
 def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) -> int:
     """Return a descriptor for reading a file and appending to it. A missing file is created.
 
-    If the file has several hard links, it is first replaced by a copy, because the other links may be outside ``root``.
+    A file with several hard links is first replaced by a copy, because a link may be outside ``root``.
     """
     with _folder(path.parent, root, make) as here:
         file = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, here)
@@ -185,7 +185,7 @@ def remove_folder(path: Path, *, root: Path | None = None) -> None:
 
 
 def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
-    """Move all files below ``source`` to ``folder`` on the same disk. Keep relative paths; replace existing files."""
+    """Move all files below ``source`` to ``folder`` on one disk. Keep relative paths; replace existing files."""
     source = Path(os.path.abspath(source))
     for parent, _, names in os.walk(source):
         to = folder / Path(parent).relative_to(source)
@@ -195,7 +195,7 @@ def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
-    """Raise LinkRefused if a name in a folder is a link. Call this before long work that writes these files.
+    """Raise LinkRefused if a name in a folder is a link. Call this before long work that writes the files.
 
     flag: the flag that names the folder, for the message.
     """

@@ -15,8 +15,8 @@ class Stages:
     """Divide the time since the process began into named stages.
 
     Calling the object with a name returns a context manager for a stage. Time in an inner stage does not count for the
-    outer stage, so all stages add up to the age of the process. Only one thread may enter stages; other threads report
-    their time with :meth:`beside`.
+    outer stage, so all stages add up to the age of the process. Only one thread may enter stages. Other threads call
+    :meth:`beside`.
 
     Attributes:
         wait: function called at the end of every stage, to wait for an accelerator to finish its work.
@@ -81,7 +81,7 @@ class Stages:
 
 
 class Background(Generic[T]):
-    """Runs ``work()`` in a daemon thread, which starts immediately and does not delay the end of the program."""
+    """Runs ``work()`` in a daemon thread. The thread starts immediately and does not delay the end of the program."""
 
     def __init__(self, work: Callable[[], T], name: str = "background"):
         self._work, self._error = work, None

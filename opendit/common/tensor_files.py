@@ -63,7 +63,7 @@ def write_tensors(
     *,
     root: Path | None = None,
 ) -> dict[str, Any]:
-    """Write CPU tensors to a safetensors file with :func:`write_file`, and return the same entry.
+    """Write CPU tensors to a safetensors file, as :func:`write_file` does.
 
     kinds: dtype and shape of each tensor, needed if reading a value of ``tensors`` reads a file.
     """
@@ -93,7 +93,7 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds:
 
 
 def open_mapped(path: Path, framework: str = "pt") -> safe_open:
-    """Call ``safe_open``, which by itself refuses paths that are not UTF-8."""
+    """Call ``safe_open`` for any path, even one that is not UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -35,7 +35,7 @@ class _SkipInitialization(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Build modules and tensors on torch's meta device, which keeps shapes and dtypes but no values.
+    """Build modules and tensors on torch's meta device, with shapes and dtypes but without values.
 
     Initialisation is skipped, because random numbers on the meta device would import torch's compiler.
     """

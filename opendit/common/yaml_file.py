@@ -5,8 +5,8 @@ from the parser's events, without recursion, and checks every limit before memor
 
 A value is a string, number, true, false, null, list, or dictionary with string keys. Ordinary files give the same
 values as ``yaml.safe_load``, except that dates and times such as ``1:30`` stay strings. Infinities and NaNs are
-accepted. These are refused: tags other than ``!!str``, ``!!seq`` and ``!!map``; duplicate keys; keys that are not
-strings; and numbers such as ``010``, whose value depends on the YAML version.
+accepted. These are refused: tags except ``!!str``, ``!!seq`` and ``!!map``; duplicate keys; keys that are not strings;
+and numbers such as ``010`` that depend on the YAML version.
 """
 
 import re

@@ -2,8 +2,8 @@
 
 Every data set is a ``MediaDataset``. Blends and held-out splits wrap other data sets.
 
-Training requests each sample by a ``SampleKey``. This key and the run's seed determine all random changes of the
-sample, so a sample is the same in any process, on any number of GPUs and after any resume."""
+Training requests each sample by a ``SampleKey``. The key and the run's seed determine all random changes of a sample.
+So samples do not depend on the process, the number of GPUs, or interruptions."""
 
 import math
 from collections import Counter
@@ -135,8 +135,8 @@ class View(NamedTuple):
     start: float | None = None  # number in [0, 1) that selects a window of a clip; None selects the middle window
     # (frames, height, width) in pixels; None means ``sample_shape``. Cached latents and ``digits`` ignore it.
     shape: Size | None = None
-    as_bytes: bool = False  # return uint8 pixels (see ``to_pixels``) if they are stored as uint8
-    enlarge: bool = True  # False leaves it to ``clips.enlarge`` to enlarge small clips; requires ``as_bytes``
+    as_bytes: bool = False  # return stored uint8 pixels as uint8, see ``to_pixels``
+    enlarge: bool = True  # False leaves small clips to ``clips.enlarge``; requires ``as_bytes``
 
 
 PLAIN = View()
@@ -154,7 +154,7 @@ class Item(NamedTuple):
     first: FirstFrames | None = None
     small: Small | None = None  # size of ``x`` before enlarging; None if ``x`` has full size
     whole: tuple[int, ...] = ()  # (height, width) after enlarging; () if ``small`` is None
-    shortened: bool = False  # True if the clip's frames are closer together than requested
+    shortened: bool = False  # True if the clip was read at a smaller frame interval than requested
     bytes_read: int = 0  # bytes read from files and tars
 
 
@@ -314,7 +314,7 @@ class MediaDataset(Dataset[Any]):
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Start to fetch ``rows``, which will be read next and in this order. The base class does nothing."""
+        """Start to fetch the rows that will be read next, in this order. The base class does nothing."""
 
     def next_row(self, row: int) -> int:
         """Return the row that replaces an unreadable ``row``: the next row of its shape, cyclically."""
@@ -329,8 +329,8 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads samples by their keys, draws their random numbers, and replaces unreadable rows. augment: False disables
-    all random changes. as_bytes, enlarge: see :class:`View`."""
+    """Reads samples by key, draws random numbers for each, and replaces unreadable rows. augment: False disables all
+    random changes. as_bytes, enlarge: see :class:`View`."""
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
         self.dataset, self.about = dataset, dataset.describe()

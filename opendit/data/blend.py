@@ -52,8 +52,8 @@ class BlendedDataset(MediaDataset):
         names, parts: names and data sets of the sources.
         stages, epochs: see ``SourceRows``. Without ``epochs``, a pass has as many samples as the sources have rows.
         shown: the blend's name in messages.
-        classes: for each source, a mapping from its class names to the blend's. Other names stay the same.
-        union: True if the blend has the classes of all sources; False if all sources must have the same classes.
+        classes: for each source, a mapping from its class names to the blend's. Other names are unchanged.
+        union: True if the blend has the classes of all sources; False requires equal classes in all sources.
 
     Raises ValueError if the sources can't be trained on together."""
 
@@ -259,7 +259,7 @@ def _merged(
 
 MOST = 1_000  # maximum number of sources, and of weight changes
 LONGEST = 4096  # maximum characters in a path, name or flag value
-OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that a source may set for itself
+OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that a source may set
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 
 

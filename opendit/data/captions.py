@@ -23,7 +23,7 @@ MISSING = frozenset(
 ) | {"#n/a n/a"}
 MOST_MISSING = 40  # longer captions are not looked up in ``MISSING``
 AT_ONCE = 1024  # maximum captions per call of a ``Measure``
-MOST_TOKENIZED = 10_000  # maximum captions to tokenize before training, which takes one or two seconds
+MOST_TOKENIZED = 10_000  # maximum captions to tokenize before training; takes one or two seconds
 
 Measure = Callable[[list[str]], Sequence[int]]  # captions -> each caption's number of tokens
 
@@ -42,7 +42,7 @@ def stands_for_nothing(caption: str) -> bool:
 
 @dataclass
 class CaptionCount:
-    """Statistics of a data set's captions, or of some of them."""
+    """Statistics of counted captions."""
 
     rows: int  # rows of the data set
     name: str = "captions"  # beginning of every line
@@ -51,7 +51,7 @@ class CaptionCount:
     words: Counter[int] = field(default_factory=Counter)  # number of words -> number of captions
     longest_at: str = ""  # sample with the longest caption
     empty: int = 0  # captions without content, see ``says_nothing``
-    empty_at: str = ""  # the first sample with such a caption
+    empty_at: str = ""  # first such sample
     missing: Counter[str] = field(default_factory=Counter)  # spelling -> number of captions
     missing_at: str = ""
     unreadable: int = 0
@@ -176,7 +176,7 @@ def count_texts(
     measure: Measure = byte_tokens,
     name: str = "captions",
 ) -> CaptionCount:
-    """Count the captions of ``rows``, which are some of ``total`` rows."""
+    """Count the captions of ``rows``, out of ``total`` rows."""
     found = CaptionCount(total, name)
     for first in range(0, len(rows), AT_ONCE):
         captions: dict[int, str] = {}

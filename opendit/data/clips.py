@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 
 
 class Clip(NamedTuple):
-    """Result of ``read_clip``. shortened: True if the frames are closer together than requested."""
+    """Result of ``read_clip``. shortened: True if the frame interval is smaller than requested."""
 
     pixels: Tensor
     shortened: bool
@@ -245,7 +245,7 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     [times] = found
     length, duration = len(times.seconds), times.end - float(times.seconds[0])
     if times.rate and abs(length / times.rate - duration) <= ROUNDING:
-        duration = 0.0  # the default, which means frames / rate
+        duration = 0.0  # the default: frames / rate
     return Medium(length, height, width, times.rate, duration, colours_in(path)), frames
 
 
@@ -277,10 +277,10 @@ _helpers = threading.local()  # one ``_Helper`` per calling thread, so that thre
 def _within(name: str, seconds: float, work: Callable[[threading.Event], Result]) -> Result:
     """Return ``work(stop)``, computed in a separate thread, because decoders and stalled disks hang inside C code.
 
-    After ``seconds`` seconds, sets ``stop``, which asks ``work`` to return, and raises BadSample. A hanging thread
-    remains until the process ends; the next call uses a new thread. Also raises BadSample if the file ``name`` took too
+    After ``seconds`` seconds, asks ``work`` to return by setting ``stop``, and raises BadSample. A hanging thread
+    remains until the process ends. The next call uses a new thread. Also raises BadSample if the file ``name`` took too
     long before."""
-    if (limit := _hung.get(name)) is not None:  # repeat the first message, which is logged only once
+    if (limit := _hung.get(name)) is not None:  # repeat the message, so that it is logged only once
         raise BadSample(name, f"not read within {limit[0]:g} seconds; not tried again")
     helper = getattr(_helpers, "helper", None)
     if helper is None or not helper.thread.is_alive():  # a forked process has the object without its thread
@@ -333,8 +333,8 @@ def decode_frames(
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True if no other reader is tried after ``error``: for BadSample and MemoryError. libav's own memory errors
-    do not count, because damaged files declare absurd sizes."""
+    """Return True if no other reader is tried after ``error``: for BadSample and MemoryError. libav's memory errors do
+    not count, because damaged files declare absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -466,7 +466,7 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes); all other
+    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes). All other
     bytes are zero."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
@@ -507,8 +507,8 @@ def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
 
 
 def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
-    """Return the indices of the frames shown at ``num_frames`` times that are 1 / ``fps`` seconds apart, or None if the
-    clip is too short. start: selects the first frame, as in ``clip_window``."""
+    """Return the indices of frames shown at ``num_frames`` times, 1 / ``fps`` seconds apart. Return None if the clip is
+    too short. start: selects the first frame, as in ``clip_window``."""
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
     if num_frames > 1:
@@ -520,7 +520,7 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
 
 
 def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
-    """Return the indices of the frames at ``num_frames`` evenly spaced times over the whole clip."""
+    """Return the indices of the frames at ``num_frames`` evenly spaced times, from the first frame to the last."""
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
 
 
@@ -536,7 +536,7 @@ def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_O
     on a CPU. The host waits for the device only at the first use of a pair of sizes.
 
     x: (B, C, [T,] H, W) uint8, in any memory order. small: B entries, None for a sample of full size; or None if all
-    have full size. at_once: maximum values resized together; a single sample may have more."""
+    have full size. at_once: maximum values to resize at once; a single sample may have more."""
     if small is None:
         return x
     x = x.clone()
@@ -596,7 +596,7 @@ def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
         first = max(int(center - reach + 0.5), 0)
         count = min(max(min(int(center + reach + 0.5), source) - first, 0), most)
         row = [_cubic((tap + first - center + 0.5) * shrink) for tap in range(count)]
-        total = functools.reduce(operator.add, row, 0.0)  # not sum(), which rounds differently since Python 3.12
+        total = functools.reduce(operator.add, row, 0.0)  # sum() rounds differently since Python 3.12
         weights.append([weight / total for weight in row] + [0.0] * (most - count))
         places.append([first + tap for tap in range(count)] + [first] * (most - count))
     largest, bits = max(map(max, weights)), 0

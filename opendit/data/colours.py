@@ -120,7 +120,7 @@ class Conversion:
         count = max(1, _CHUNK // max(1, shape[1]))
         for first in range(0, shape[0], count):
             rows = slice(first, first + count)
-            # Table look-ups and sums of products give the same bits on every machine. Other operations may not.
+            # Table look-ups and sums of products are bit-identical on every machine. Other operations may not be.
             light = [table[part] for part in signals(rows)]
             if self._ootf is not None:
                 gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
@@ -132,8 +132,8 @@ class Conversion:
 
 _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's weights of red, green and blue
 
-# Tables are indexed by the upper bits of the light's float32 value: 2,048 bins per power of 2, so that an 8-bit result
-# is off by at most 0.03 of a level. ``_BINS`` has each bin's middle. The first bin stands for 0 and negative values.
+# Tables are indexed by the upper bits of the light's float32 value. With 2,048 bins per power of 2, an 8-bit result is
+# off by at most 0.03 of a level. ``_BINS`` has each bin's middle. The first bin includes 0 and negative values.
 _SHIFT, _LEAST, _MOST = 12, 2.0**-30, 64.0
 _FIRST = int(np.float32(_LEAST).view(np.int32)) >> _SHIFT
 _LAST = (int(np.float32(_MOST).view(np.int32)) >> _SHIFT) - 1
@@ -314,8 +314,8 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 def transform_of(profile: bytes, mode: str) -> Convert | None:
     """Return a function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent.
 
-    Return None for a damaged profile. Also return None if no "RGB" or "L" colour changes by more than one level of 255,
-    because variants of sRGB's own profile differ as much."""
+    Return None for a damaged profile, or if no "RGB" or "L" colour changes by more than one level of 255. Variants of
+    the sRGB profile differ as much."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         # Without this flag, LittleCMS uses a coarse table for "L", and dark greys in linear light are off by 9 levels.

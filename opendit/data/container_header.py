@@ -1,7 +1,7 @@
 """Read headers of clips: check tables before FFmpeg uses them, find hidden borders, and count frames of animations.
 
-FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare, so that a damaged file of 2 KB can
-exhaust memory. MP4 boxes are named as in ISO/IEC 14496-12, and H.264 fields as in ITU-T H.264, 7.3."""
+FFmpeg allocates at least 24 bytes for every sample in an MP4's tables. A damaged file of 2 KB can declare enough
+samples to exhaust memory. MP4 boxes are named as in ISO/IEC 14496-12, and H.264 fields as in ITU-T H.264, 7.3."""
 
 import os
 import struct
@@ -48,7 +48,7 @@ def problem_of_tables(path: str) -> str | None:
                     return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
                 file.seek(begin)
                 more, shown = _count(file.read(length))
-                # Every fragment declares only its own samples, so add the numbers.
+                # Every fragment declares only its samples, so add the numbers.
                 samples, frames = samples + more, frames + shown
                 if samples > size:
                     return f"declares {samples:,} samples, more than its {size:,} bytes"
@@ -94,7 +94,7 @@ class _Parts:
 
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
     """Return the parts of an MP4 that locate its frames, as (offset, bytes), including the first ``least`` bytes.
-    Return None if the file must be read completely, because it is no valid MP4, is fragmented, or is mostly tables.
+    Return None if the file must be read completely, because it is invalid, fragmented, or mostly tables.
 
     read: function (offset, count) -> bytes. size: the file's bytes."""
     file = _Parts(read, size, least)
@@ -107,7 +107,7 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
                 tables = file.read(length)
                 fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
                 return None if fragmented or len(tables) < length else file.parts
-    except ValueError:  # an invalid file, which the decoder will report
+    except ValueError:  # the decoder will report the invalid file
         pass
     return None
 
@@ -279,8 +279,7 @@ def begins_anew(sample: bytes, length: int) -> bool:
 
 
 def _slice_type(header: bytes) -> int:
-    """Return the slice type, which is a header's second Exp-Golomb number. Raises ValueError if the header is
-    incomplete."""
+    """Return the slice type, a header's second Exp-Golomb number. Raises ValueError if the header is incomplete."""
     bits, at, number = "".join(f"{byte:08b}" for byte in header), 0, 0
     for _ in range(2):
         end = bits.index("1", at)

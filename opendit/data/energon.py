@@ -53,7 +53,7 @@ COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
 _OF_FIELDS = {"image": "medium", "video": "medium", "caption": "caption", "label": "label"}
-# Keys of dataset.yaml for decoding and shuffling, which OpenDiT does differently.
+# Ignored keys of dataset.yaml: OpenDiT decodes and shuffles differently.
 _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
@@ -250,9 +250,10 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open every tar's index, in order. One rank per machine writes missing indexes, while the others wait. Raises
-    ValueError, beginning with ``shown``, if a tar is missing or damaged, if Energon counted other samples, or if the
-    cache folder can't be written to."""
+    """Open every tar's index, in order. One rank per machine writes missing indexes, while other ranks wait.
+
+    Raises ValueError, beginning with ``shown``, for a missing or damaged tar, a sample count that differs from
+    Energon's, or a cache folder that can't be written to."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:
@@ -373,11 +374,11 @@ class CookedDataset(ShardDataset):
     - ``caption``: a string; or ``label``: a class number, if the folder has a class_names.json. Without both, all
       samples have the class "0".
 
-    All samples must have the same fields as the first readable sample. A sample is unreadable if the function raises an
+    All samples must have the fields of the first readable sample. A sample is unreadable if the function raises an
     error, or returns None or an invalid result. name: the function's name, for messages and the data set's identity."""
 
     size_threads = 1  # the user's function may not be thread-safe
-    counted_captions = 100  # few, because a caption requires reading the whole sample
+    counted_captions = 100  # few, because a caption requires reading the complete sample
 
     def __init__(
         self,

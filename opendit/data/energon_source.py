@@ -53,7 +53,7 @@ class Subset:
     last: int | None = None  # None: the end of the split
 
     def within(self, outer: "Subset | None") -> "Subset":
-        """Return this subset, restricted by ``outer``, which must select by fractions only."""
+        """Return this subset restricted by ``outer``. ``outer`` must select by fractions only."""
         if outer is None:
             return self
         length = self.end - self.start

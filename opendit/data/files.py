@@ -134,7 +134,7 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
             raise DataError(f"{printable(address)} {why}") from error
         except (ValueError, DataError):
             raise
-        except Exception as error:  # every object store raises its own types
+        except Exception as error:  # object stores raise different types
             if getattr(error, "status", None) in (401, 403):  # HTTP status
                 raise DataError(f"{printable(address)} may not be read") from error
             if last:
@@ -322,7 +322,7 @@ def folders_above(folder: str) -> frozenset[Identity]:
 
 
 def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:
-    """Return (names of files with one of ``suffixes``, names of subfolders), both sorted.
+    """Return (files with one of ``suffixes``, subfolders), as sorted names.
 
     Other entries are added to ``ignored``. A link to a missing file counts as a file, so that a reader reports the
     loss. Raises OSError."""
@@ -442,7 +442,7 @@ class Checksums:
 
 
 class Verification:
-    """Compares files with their SHA-256 in a background thread, slowly enough for training to keep its speed."""
+    """Compares files with checksums in a background thread, slowly enough not to slow down training."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag
@@ -466,12 +466,12 @@ class Verification:
             self._thread.join()
 
     def close(self) -> None:
-        """Stop the thread after its current read, and wait for its end. May be called twice."""
+        """Stop the thread after the current read, and wait for the end. May be called twice."""
         self._stop.set()
         self.wait()
 
     def _verify(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # on Linux, this lowers only this thread's priority
+        with contextlib.suppress(OSError, AttributeError):  # on Linux, this lowers the priority of one thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for name, expected in self.files.items():
             path = self.folder / name

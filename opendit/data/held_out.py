@@ -29,7 +29,7 @@ SEED = 0x76616C  # seed for choosing held-out files; independent of --global_see
 def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
     """Split a data set's rows into (training set, held-out set).
 
-    Among n files, round(share x n) are held out, at least one. Rows of the same file, such as a picture with several
+    Among n files, round(share x n) are held out, at least one. Rows of one file, such as a picture with several
     captions, stay together. The choice depends only on the number of files. A larger share only adds files.
 
     Raises ValueError if no files are left for training."""

@@ -17,7 +17,7 @@ The safetensors member has these tensors, where F is 2 if the mirror image is st
 
 In another program's tars, a sample's latents are an array in its member ``.npz``, ``.npy`` or ``.safetensors``.
 ``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json``. Values are not multiplied by
-the VAE's scaling factor. A leading batch dimension of 1 is removed. For C latent channels, FORM is one of these:
+the VAE's scaling factor. A leading batch dimension of 1 is removed. For C latent channels, FORM is:
 
     mean_std     (2C, [t,] h, w)   mean and standard deviation
     mean_logvar  (2C, [t,] h, w)   mean and logarithm of the variance: diffusers' ``latent_dist.parameters``
@@ -103,8 +103,8 @@ class LatentDataset(ShardDataset):
     index: the index for one picture size. tars: the tars in ``index``, in order. empty_caption: the empty string's
     embedding; None without an encoder. of_run: settings of the run, see ``_take``.
 
-    Raises ValueError, beginning with ``name``, if clips were read with other settings, if mirror images for
-    ``random_flip`` are missing, or if captions or classes in ``index`` and the tars contradict each other."""
+    Raises ValueError, beginning with ``name``, for clips with other settings, missing mirror images for
+    ``random_flip``, or an index that contradicts the tars about captions and classes."""
 
     empty_captions = True  # accept empty captions
     names_file = INDEX
@@ -287,7 +287,7 @@ class LatentDataset(ShardDataset):
         return {shard["file"]: shard["sha256"] for shard in self.index["shards"]} | self.index.get("checksums", {})
 
     def _identity(self) -> str:
-        # Leave out checksums and caption counts, so that adding them to an older cache does not change its identity.
+        # Leave out checksums and caption counts, so that older caches without both keep their identity.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
         index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "version": VERSION, "shards": shards}, sort_keys=True))

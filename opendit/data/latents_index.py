@@ -220,8 +220,8 @@ def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
 
 
 def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
-    """Return the indexes in a folder's index.json; None without this file, or if it can't be parsed and the folder has
-    no latents. Raises ValueError for another damaged index."""
+    """Return the indexes in a folder's index.json; None without the file, or if the file can't be parsed and the folder
+    has no latents. Raises ValueError for another damaged index."""
     path = folder / INDEX
     try:
         content = read_json(path, LATENTS_SIZES.most_bytes)

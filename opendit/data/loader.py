@@ -72,7 +72,7 @@ class ReadAhead:
         requests: iterable of requests.
         patience: seconds that one file may take while the main process waits. After that, DataError names the file. 0
             means no limit.
-        who: prefix such as "rank 3: " for the warning, which is logged after half of ``patience``.
+        who: prefix of the warning after half of ``patience``, such as "rank 3: ".
         on_hang: called from another thread with the error's text when a file hangs. With 0 workers, only this callback
             can end a hung read.
     """
@@ -114,7 +114,7 @@ class ReadAhead:
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # At exit, end the workers first. Otherwise multiprocessing would wait for them after a signal that they ignore.
+        # At exit, end the workers first. multiprocessing would send a signal that workers ignore, and wait forever.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
@@ -164,13 +164,13 @@ class ReadAhead:
                 return result
 
     def _give_up(self, late: str) -> None:
-        """Kill the workers after a timeout, which wakes the waiting main process. late: describes the timeout."""
+        """Kill the workers after a timeout. This wakes the waiting main process. late: describes the timeout."""
         self._hung = _no_data(late, self.patience)
         for worker in self._workers:
             worker.kill()
 
     def _late(self, seconds: float) -> str:
-        """Describe stuck workers, and reads that have taken ``seconds`` or longer; "" if there are none."""
+        """Describe stuck workers, and reads of ``seconds`` or longer; "" if there are none."""
         if not self._workers:
             row, took = self.reading.at(0)
             return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
@@ -347,7 +347,7 @@ class Batch:
     # in descending order of tokens.
     x: Tensor | tuple[Tensor, ...]
     y: Tensor  # (B,) int64 classes
-    index: Tensor  # (B,) int64 positions in the global batch, which key all randomness
+    index: Tensor  # (B,) int64 positions in the global batch, the keys of all randomness
     step: int
     micro: int  # number of the micro-batch in the step
     epoch: int
@@ -483,8 +483,8 @@ class _RingBuffer:
         self.own = OwnMemory()  # used with 0 workers
 
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``, which has as
-        many axes as ``shape``. Clips stay channels-last, because permuting takes longer than copying."""
+        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``. ``shape`` has as
+        many axes as ``like``. Clips stay channels-last, because permuting takes longer than copying."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -521,7 +521,7 @@ class OwnMemory:
         return torch.from_numpy(view).untyped_storage()
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return a copy of ``x``, which must be dense."""
+        """Return a copy of the dense tensor ``x``."""
         out = x.new_empty(0).set_(self.storage(x.numel() * x.element_size()), 0, x.shape, x.stride())
         return out.copy_(x)
 
@@ -568,7 +568,7 @@ class BatchIterator:
         is damaged."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # starts a thread at the first call, which must come after forking the workers
+            self.verification.check()  # starts a thread at the first call, so not before the workers are forked
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read

@@ -60,7 +60,7 @@ class BudgetFill:
     """Result of packing media into sequences of ``budget`` tokens."""
 
     budget: int
-    # Used fraction of the tokens, without the emptiest sequence, which more media would fill. None for one sequence.
+    # Used fraction of the tokens. The emptiest sequence is excluded, because more media would fill it. None for one.
     fill: float | None
     too_long: float  # fraction of media that are longer than a sequence and therefore left out
 
@@ -112,7 +112,7 @@ def families() -> list[str]:
 
 @cache
 def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
-    """Return Pillow's fonts, each with a mapping whose keys are the font's characters."""
+    """Return Pillow's fonts, each with a mapping from the font's characters."""
     from matplotlib.ft2font import FT2Font
 
     return [(ImageFont.truetype(path, SIZE), FT2Font(path).get_charmap()) for path in font_files()]
@@ -183,7 +183,7 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """Draw a PNG of thumbnails. Below each are its caption or class, and its size."""
+    """Draw a PNG of thumbnails, with the caption or class and the size below each."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
     lines: list[list[tuple[int, Look]]] = []  # (column, look) pairs of each line
@@ -396,7 +396,7 @@ def open_any(
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
-    # Bad files are only reported, so max_bad is 1.0. Open the data set with clips. If that fails, open it as pictures,
+    # Bad files are only reported, so max_bad is 1.0. Open the data set with clips. After a failure, open only pictures,
     # and raise an error of this second attempt.
     options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
@@ -410,7 +410,7 @@ def open_any(
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """Read the indexes of cached latents, or those of the first source. Return None for other data."""
+    """Read the indexes of cached latents, for a blend from the first source. Return None for other data."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):

@@ -153,7 +153,7 @@ def make_latents(
         shard_size: samples per tar.
         tar_bytes: approximate maximum bytes of a tar, instead of ``shard_size``.
         bucket_tokens: maximum tokens of a sample, if ``dataset`` is a ShapedDataset.
-        teacher: vision encoder for features of the pictures, which are stored too.
+        teacher: vision encoder; its features of the pictures are stored, too.
         max_bad: largest tolerated fraction of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
@@ -436,8 +436,8 @@ def run(
     """Run ``preprocess.py latents`` with its flags as arguments. Each process of torchrun uses one GPU, if there is
     one. If one process fails, all end, see ``Supervisor``. Raises ValueError, OSError or DataError.
 
-    patch: the model's patch ([frames,] rows, columns), which defines the tokens for ``bucket_tokens`` and for the
-    features of ``repa``. media: fields of ``sources.Request`` about how files are read."""
+    patch: the model's patch ([frames,] rows, columns). It defines the tokens for ``bucket_tokens`` and for the features
+    of ``repa``. media: fields of ``sources.Request`` about how files are read."""
     place = find_place()
     rank, world_size = place.rank, place.world_size
     supervisor, stack = Supervisor((ValueError, DataError)), ExitStack()
@@ -561,7 +561,7 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 
 
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
-    """Return the networks' dtype: fp32 on a CPU, else that of ``mixed_precision``. auto: dtype for ``--mixed_precision
+    """Return the networks' dtype: fp32 on a CPU, else as in ``mixed_precision``. auto: dtype for ``--mixed_precision
     auto`` on a GPU, by default fp16, because latents are stored in fp16."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):

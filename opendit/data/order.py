@@ -165,7 +165,7 @@ class Mixture:
 
     stages: (first position, rates), ascending; the first stage begins at position 0. Counts of components continue from
     stage to stage. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: True numbers a component's
-    elements in order. False allows any order within a block, which is faster for very long blocks."""
+    elements in order. False allows any order within a block, so that blocks may be very long."""
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int, domain: int, in_order: bool = True):
         self._starts = [start for start, _ in stages]
@@ -175,8 +175,7 @@ class Mixture:
             self._counts.append(self._counts[-1] + self._stages[number].counts(start - self._starts[number]))
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position in [start, stop), its component and the number of earlier elements in this
-        component; int64."""
+        """Return (component, index among this component's elements) for each position in [start, stop), int64."""
         components, ranks = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for stage, first, end, counts in zip(
             self._stages, self._starts, [*self._starts[1:], stop], self._counts, strict=True
@@ -401,9 +400,9 @@ class BatchSchedule:
 class BucketSchedule(BatchSchedule):
     """A schedule for rows of several shapes. A micro-batch has rows of one shape, over all ranks.
 
-    A micro-batch over all ranks is called a part. Each shape's rows come in consecutive permutations, which are cut
-    into parts. Rows that do not fill a part at the end of an epoch begin the shape's first part in the next epoch. An
-    epoch consists of all complete parts, in keyed order.
+    A micro-batch over all ranks is called a part. Each shape's rows come in consecutive permutations, cut into parts.
+    Rows that do not fill a part at the end of an epoch begin the shape's first part in the next epoch. An epoch
+    consists of all complete parts, in keyed order.
 
     A step's samples depend only on (seed, global batch, micro_batches).
 
@@ -656,7 +655,7 @@ class BlendSchedule(BatchSchedule):
         sizes = np.array(self._part)[shapes]
         for shape in np.unique(shapes).tolist():
             here, part = shapes == shape, self._part[shape]
-            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all parts in between are needed
+            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly everything in between is needed
             found.append(self._of_shape(shape, first * part, (last + 1) * part))
             begins[here] = total + (ranks[here] - first) * part
             total += (last + 1 - first) * part

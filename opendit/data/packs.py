@@ -1,12 +1,12 @@
 """Choose the samples in the packs of each step.
 
 Samples come in the same keyed order as without packs. The order is cut into windows, and each window fills complete
-steps of packs. Samples that do not fit wait for the next window, where they are placed first. So the packs depend only
-on the seed, the data set and the sizes of packs and steps. A checkpoint stores the start of the current window.
+steps of packs. Samples that do not fit are placed first in the next window. So the packs depend only on the seed, the
+data set and the sizes of packs and steps. A checkpoint stores the start of the current window.
 
 A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass,
 samples that do not fill a step are combined with samples from the next pass. While a sample from pass p waits, its
-source continues at most to pass p + 1. So no sample is seen over two times more than another sample of its source.
+source continues at most to pass p + 1. So samples of one source are seen equally often, up to a difference of two.
 """
 
 from collections import Counter, OrderedDict
@@ -25,7 +25,7 @@ WINDOW = 192  # packs to plan at once, rounded up to complete steps
 SPARE = 0.02  # extra fraction of tokens that a window considers
 SAMPLED = 4  # full windows to plan for estimating the mean fill
 PASSES = 16  # after this many passes over the data, fewer windows are enough
-COUNTED = 4096  # minimum samples in these windows
+COUNTED = 4096  # minimum samples for the estimate
 KEPT = 16  # maximum steps in memory, in full windows
 EVERY = 64  # full windows between two stored window starts
 _CHUNK = 4096  # samples to look up at once

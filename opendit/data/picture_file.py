@@ -29,8 +29,8 @@ SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
 WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. Pillow can't decode
-# the others, only their headers.
+# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. Pillow reads only
+# headers of the rest.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
@@ -161,7 +161,7 @@ class PictureFile(io.BufferedReader):
 
 
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
-    """Read a picture file as 8-bit sRGB, upright, with transparent pixels blended onto white.
+    """Read a picture file as upright 8-bit sRGB, with transparent pixels blended onto white.
 
     Colours are converted as in ``opendit.data.colours``. Only the first frame of an animation is read.
 
@@ -171,15 +171,15 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
 
     content: bytes of a picture inside another file; ``path`` is then only its name.
 
-    Raises BadSample if the file is not a regular file or not a picture, has more than ``MAX_PIXELS`` pixels, doesn't
-    fit into memory, or takes more than ``time_limit`` seconds."""
+    Raises BadSample if the file is no regular file or no picture, is too large for ``MAX_PIXELS`` or for memory, or
+    takes more than ``time_limit`` seconds."""
     with opened_picture(path, content, time_limit) as (file, image):
         note_codes(image, file)
         image.load()
         # Pillow reads 32-bit integers in a TIFF as signed, but they are unsigned unless a tag says otherwise.
         tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
         unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
-        conversion = conversion_of(image)  # before upright(), whose copy lacks the file's format
+        conversion = conversion_of(image)  # before upright() makes a copy without the file's format
         kind = kind_of_picture(image)
         picture = _to_rgb(upright(image), unsigned, conversion)
         picture.info[COLOURS] = kind
@@ -255,7 +255,7 @@ def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] 
             grey[numbers == key] = 255
         return Image.fromarray(grey).convert("RGB")
     if image.mode == "RGB" and key is not None:
-        # Pillow keeps only the upper bytes of a 16-bit picture's values, so do the same with the transparent colour.
+        # Pillow keeps only the upper bytes of a 16-bit picture's values. Treat the transparent colour alike.
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):

@@ -1,4 +1,4 @@
-"""Run jobs in worker processes that neither outlive their parent process nor delay its end.
+"""Run jobs in worker processes that neither outlive the main process nor delay the main process's end.
 
 ``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, for example on a damaged file. Then
 only the failing job is lost.
@@ -37,7 +37,7 @@ def leave_inherited_garbage() -> None:
 
 def end_with_parent() -> None:
     """Make this process end with its parent, even if the parent is killed. The parent's main thread must have started
-    this process, because the Linux kernel watches only the starting thread. The kernel ends even a stopped or stuck
+    the child, because the Linux kernel watches only the starting thread. The kernel ends even a stopped or stuck
     process. A thread covers processes from Python's fork server."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -69,7 +69,7 @@ def state_of(pid: int) -> str:
 
 
 def _context() -> Any:
-    # Forking takes no time. A spawned process would import torch, which takes seconds.
+    # Forking takes no time. A spawned process would import torch for seconds.
     methods = multiprocessing.get_all_start_methods()
     return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
 

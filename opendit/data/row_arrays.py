@@ -36,7 +36,7 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def next_of_key(keys: np.ndarray, row: int) -> int:
-    """Return the next row with the same key as ``row``. The search wraps around at the end."""
+    """Return the next row with the key of ``row``. The search wraps around at the end."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
         later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
         if len(later):
@@ -111,7 +111,7 @@ class Complement:
         return place + int(self._count(place, self._before, "right"))
 
     def searchsorted(self, numbers: Any) -> np.ndarray:
-        """Return, for each of ``numbers`` in [0, ``size``], how many numbers in this object are smaller."""
+        """Return how many numbers in this object are smaller, for each number in ``numbers`` (0 to ``size``)."""
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:

@@ -1,7 +1,7 @@
 """Assign shapes to media of any size, and build the data set with samples cropped to these shapes.
 
-A shape table lists aspect ratios and durations with at most a given number of tokens. Every medium gets the shape that
-best preserves its aspect ratio and length.
+A shape table lists aspect ratios and durations up to a maximum number of tokens. Every medium gets the shape that best
+preserves its aspect ratio and length.
 """
 
 from collections.abc import Callable
@@ -167,7 +167,7 @@ class Summary(NamedTuple):
 
 
 def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
-    """Summarise the lengths of rows [start, stop), which are at least one row, with constant memory."""
+    """Summarise the lengths of rows [start, stop), at least one row, with constant memory."""
     parts = (lengths[first : min(stop, first + _CHUNK)] for first in range(start, stop, _CHUNK))
     found = [(int(part.min()), int(part.max()), int(part.sum(dtype=np.int64))) for part in parts]
     least, most, total = zip(*found, strict=True)
@@ -318,7 +318,7 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str,
     many tokens, or for latents that the model's patch does not divide."""
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Number the shapes in order of their keys, as for media, so that batches of latents match batches of media.
+    # Number the shapes by their keys, as for media, so that latents have the same batches.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):

@@ -1,8 +1,8 @@
 """Open the data set that ``--data_path`` names.
 
 A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and an
-entry in ``opendit.config.names.SOURCES``. For data of another kind, the function returns None. For unusable data of its
-kind, it raises ValueError with the flag and the fix."""
+entry in ``opendit.config.names.SOURCES``. For data of another kind, the function returns None. For unusable data of the
+right kind, the function raises ValueError with the flag and the fix."""
 
 import os
 from dataclasses import dataclass, replace
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def located(self) -> Path:
-        """The path. Only sources that are recognised by their path may use it."""
+        """The path, for sources that are recognised by a path."""
         assert self.path is not None, "a source that has a name has no path"
         return self.path
 

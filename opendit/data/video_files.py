@@ -1,4 +1,4 @@
-"""Decode clips with torchcodec or PyAV behind one interface, with the same pixels, and write MP4 files.
+"""Decode clips with torchcodec or PyAV to equal pixels, and write MP4 files.
 
 A file's frames are the frames that FFmpeg decodes from the start. For some files, for example with hidden frames, a
 reader that seeks returns other frames. So a file's packets are examined first. If seeking is not known to be safe, PyAV
@@ -156,7 +156,7 @@ _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
 _BT709, _FULL_RANGE = 1, 2  # H.273's number of a matrix; FFmpeg's number of a colour range
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
-# Codecs whose packets may all be key frames, because no frame refers to another.
+# Codecs in which all packets may be key frames, because no frame refers to another.
 _KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
 _SMALLEST = 16  # minimum bytes of a shown MPEG-4 frame; shorter packets repeat the previous frame
 
@@ -240,7 +240,7 @@ class Packet(NamedTuple):
     decoded: int | None  # decoding time
     key: bool
     hidden: bool  # True if an edit list hides the frame
-    holds: bool  # True if the packet is complete and shown and, for a key frame, if decoding can begin there
+    holds: bool  # True if complete and shown; a key frame must also permit decoding from there
 
 
 def look_up(name: str, *, whole: bool = True) -> Contents:
@@ -294,7 +294,7 @@ def _shows_alpha(stream: Any) -> bool:
 
 
 def _alpha_aside(stream: Any) -> bool:
-    """Return True if a VP8 or VP9 stream has alpha in side data, which FFmpeg's own decoders ignore."""
+    """Return True if a VP8 or VP9 stream has alpha in side data. FFmpeg's decoders ignore such alpha."""
     told = {name.lower(): value for name, value in stream.metadata.items()}
     return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 
@@ -375,7 +375,7 @@ def _is_unseen(codec: str, packet: Any) -> bool:
 
 
 class ToRgb:
-    """Converter from PyAV frames to RGB, with the same pixels as torchcodec.
+    """Converter from PyAV frames to RGB, with torchcodec's pixels.
 
     HDR and wide gamuts are converted as in ``opendit.data.colours``. Transparent frames are blended onto white."""
 
@@ -660,9 +660,9 @@ def write_mp4(
 ) -> None:
     """Encode RGB ``frames``, (T, H, W, 3) uint8, as H.264, and replace ``path`` when the file is complete.
 
-    If a side is odd, the last row or column is repeated, because H.264's 4:2:0 colours need even sides. The same frames
-    give the same bytes in any process. comment: the file's ``comment`` tag. root: follow no link below this folder.
-    Raises OSError, naming ``path``, and ValueError if ``frames`` or ``fps`` can't be a clip."""
+    If a side is odd, the last row or column is repeated, because H.264's 4:2:0 colours need even sides. Equal frames
+    give equal bytes in any process. comment: the file's ``comment`` tag. root: follow no link below this folder. Raises
+    OSError, naming ``path``, and ValueError if ``frames`` or ``fps`` can't be a clip."""
     import av  # here, because importing av is slow
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:

@@ -182,8 +182,8 @@ class SpatialAttention(nn.Module):
         tokens = self.group_norm(x.flatten(2)).transpose(1, 2)  # (B, h w, width)
         q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
         attended = F.scaled_dot_product_attention(q, k, v).squeeze(1)
-        # Keep diffusers' order of terms. The first term sets the sum's memory format (channels last), which changes the
-        # rounding of later convolutions.
+        # Keep diffusers' order of terms. The first term sets the sum's memory format (channels last), and the format
+        # changes the rounding of later convolutions.
         return self.to_out[0](attended).transpose(1, 2).reshape(x.shape) + x
 
 

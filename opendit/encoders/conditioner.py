@@ -66,9 +66,10 @@ class LabelConditioner(Conditioner):
 
 
 class CaptionConditioner(Conditioner):
-    """Makes conditions from captions: embeddings of a frozen encoder, or token ids for the encoder ``bytes``, which is
-    in the model. encoder: None for ``bytes``, or if all embeddings are cached. empty: cached tokens, mask and pooled
-    vector of the empty caption, as a batch of one."""
+    """Makes conditions from captions: embeddings of a frozen encoder, or token ids for the model's encoder ``bytes``.
+
+    encoder: None for ``bytes``, or if all embeddings are cached. empty: cached tokens, mask and pooled vector of the
+    empty caption, as a batch of one."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class CaptionConditioner(Conditioner):
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
 
     def encode(self, captions: list[str], away: bool = False) -> Condition:
-        """Return each caption's condition. away: True for negative prompts, which some models encode differently."""
+        """Return each caption's condition. away: True for negative prompts; some models encode them differently."""
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
         assert self.encoder is not None  # runs with cached embeddings encode no captions

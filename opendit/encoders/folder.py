@@ -37,7 +37,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path, also: str = "") -> str | None:
-    """Return the encoder's name: ``given`` by the user, otherwise ``stored`` in the file ``source``. Raises ValueError
+    """Return the user's name for the encoder, otherwise the name ``stored`` in the file ``source``. Raises ValueError
     for a stored name that is not in KNOWN. The message names the flag and ends with ``also``."""
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
@@ -244,7 +244,7 @@ def reason(path: Path, error: Exception) -> str:
 
 # ------------------------------------------------------------------------------------------ pipelines
 
-# Class with an extra head -> class without it, which is loaded.
+# Class with an extra head -> class without the head. Only the second class is loaded.
 SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
 
 
@@ -323,7 +323,7 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 
 
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """Return ``fetch(True)``, which reads the local cache, or else ``fetch(False)``, which downloads. Raises
+    """Return ``fetch(True)`` from the local cache. If that fails, return ``fetch(False)`` after a download. Raises
     FileNotFoundError within seconds if the hub can't be reached. The message is ``what``, the reason and ``needs``."""
     from huggingface_hub import constants
 

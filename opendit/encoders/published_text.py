@@ -178,7 +178,7 @@ class PublishedText:
         - "zero": zeros, with mask False. L = max_tokens.
         - "remove": zeros, with mask False. L = ``length``, by default the longest caption's length.
 
-        away: True for negative prompts, which some families encode differently. Raises ValueError if ``length`` is
+        away: True for negative prompts; some families encode them differently. Raises ValueError if ``length`` is
         shorter than a caption, or differs from the family's fixed length."""
         if length not in (None, self.max_tokens) and self.family.text.padding != "remove":
             raise ValueError(f"prompts of {self.family.name} have {self.max_tokens} tokens, not {length}")

@@ -1,6 +1,6 @@
 """Check the JSON files in a folder of diffusers or transformers before anything is loaded from the folder.
 
-Importing this module imports pydantic, which is slow. Import it only where a file is read.
+Import this module only where a file is read, because importing pydantic is slow.
 """
 
 from typing import Annotated, Any, Literal

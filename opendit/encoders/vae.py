@@ -238,7 +238,7 @@ class FrozenVAE(Codec):
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.scaling_factor, self.shift_factor = scale_and_shift(config | statistics_of(vae.state_dict()))
         # Keep the contiguous memory format. With channels_last, an H200 encoded 555 instead of 728 pictures of 256x256
-        # a second in fp16. Module.to replaces diffusers' ``to``, which would warn about fp32 layers for no reason.
+        # a second in fp16. Module.to avoids a wrong warning about fp32 layers in diffusers' ``to``.
         self.vae: Any = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
         self._compiled = torch.compile(self.vae.decode, dynamic=False) if compiled else None
         self._rows: dict[tuple[int, ...], int] = {}  # a latent's shape -> batch size of the compiled decoder
@@ -330,7 +330,7 @@ def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
 
 
 def _bytes_of(weight: Tensor) -> Iterator[bytes]:
-    """Yield a weight's bytes. The copy is made only when it is needed, because memory may not hold all copies."""
+    """Yield a weight's bytes. A generator delays the copy, because memory may not hold all copies."""
     yield weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
@@ -378,7 +378,7 @@ class Packed(nn.Module):
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        # Remove patch_size: it counts latent values here, but other code would take it for pixels.
+        # Remove patch_size, because other code expects pixels. Here it counts latent values.
         about = {"_class_name": type(vae).__name__, "patch_size": None}
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers
@@ -436,8 +436,8 @@ ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
     """Load the autoencoder of ``--vae name``. Stable Diffusion's is loaded as this package's ``AutoencoderKL``, unless
-    ``own`` is False. Others need diffusers, which takes seconds to import. classes: accepted classes of diffusers.
-    Raises FileNotFoundError or ValueError, with the flag and the fix."""
+    ``own`` is False. Others need diffusers. classes: accepted classes of diffusers. Raises FileNotFoundError or
+    ValueError, with the flag and the fix."""
     folder = vae_folder(name)
     class_name, config = read_vae_config(str(folder), classes)
     try:

@@ -32,8 +32,8 @@ from opendit.encoders.vae import (
     square_tiles,
 )
 
-# Frames of more than TILED_ABOVE pixels are processed in overlapping tiles with blended seams, which is not exact.
-# TILE is the side of the decoder's tiles in pixels. The encoder uses diffusers' tiles.
+# Frames of more than TILED_ABOVE pixels are processed in overlapping tiles with blended seams. This is not exact. TILE
+# is the side of the decoder's tiles in pixels. The encoder uses diffusers' tiles.
 TILED_ABOVE = 768 * 768
 TILE = 256
 

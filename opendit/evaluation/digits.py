@@ -23,7 +23,7 @@ WIDTH = 16  # width of the features; a larger covariance would need more than th
 HIDDEN, EPOCHS, BATCH, RATE = 256, 60, 128, 1e-2
 # SHIFT: largest random shift in half widths. NOISE: standard deviation for pixels in -1..1. SMOOTHING: of labels.
 SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05
-COPY_QUANTILE = 0.01  # a sample is a copy if its distance to a training digit is below this quantile
+COPY_QUANTILE = 0.01  # quantile of held-out digits' distances; closer samples are copies
 
 # Constants of moving digits:
 FILE_FRAMES, FILE_SIZE = 48, 64  # frames and side in pixels of the demo's clips

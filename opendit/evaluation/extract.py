@@ -42,11 +42,10 @@ class Extractor:
     """Applies all networks of an evaluation to pixels.
 
     Args:
-            pictures: network for pictures or frames. Of its features for frames, only "pool" is used.
-            clips: network for clips, with the feature "clip", or "digit", "nearest" and "moved" for moving digits.
-            captions: CLIP, with the feature "caption", for the CLIP score.
-            motion: add "motion", the :func:`motion_score` of clips.
-        motion: also return "motion", the :func:`motion_score` of clips.
+        pictures: network for pictures or frames. For frames, only the feature "pool" is used.
+        clips: network for clips, with the feature "clip", or "digit", "nearest" and "moved" for moving digits.
+        captions: CLIP, with the feature "caption", for the CLIP score.
+        motion: add "motion", the :func:`motion_score` of clips.
         batch_size: number of pictures or frames that a network processes at a time.
     """
 
@@ -253,7 +252,7 @@ class _Store:
         return job, list(range(parts.count)) if missing is None else missing
 
     def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
-        """Call ``fill(sink)``, which delivers the missing samples' pixels to the sink. Then read all features."""
+        """Call ``fill(sink)`` to deliver the missing samples' pixels to the sink. Then read all features."""
         begun = time.monotonic()
         if self.missing:
             sink = Sink(CacheWriter(self.parts, self.missing), extractor)

@@ -77,12 +77,12 @@ class MetricInputs:
     """The inputs of all metrics.
 
     Attributes:
-            features: name -> the samples' features (N, ...).
-            inception: True if "pool" comes from the Inception network that defines FID.
-            intervals: True to compute jackknife intervals.
-            scores: each sample's CLIP score, (N,).
-            truncated: number of captions that CLIP truncates.
-            asked, real: requested digits, and real digits; only with --features digits.
+        features: name -> the samples' features (N, ...).
+        inception: True if "pool" comes from the Inception network that defines FID.
+        intervals: True to compute jackknife intervals.
+        scores: each sample's CLIP score, (N,).
+        truncated: number of captions that CLIP truncates.
+        asked, real: requested digits, and real digits; only with --features digits.
     """
 
     features: dict[str, Tensor]
@@ -245,7 +245,7 @@ def _share_right(
     metric: str, features: str, is_right: Callable[[Tensor, AskedDigits], Tensor]
 ) -> Callable[[MetricInputs], Iterator[Figure]]:
     def compute(inputs: MetricInputs) -> Iterator[Figure]:
-        assert inputs.asked is not None and inputs.real is not None  # always given with features of digits
+        assert inputs.asked is not None and inputs.real is not None  # true with features of digits
         right = is_right(inputs.of(features), inputs.asked)
         value, of_real = (
             float(found.double().mean())

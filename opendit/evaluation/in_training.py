@@ -29,7 +29,7 @@ from opendit.training.run import Run, example_captions
 logger = logging.getLogger(__name__)
 
 FOLDER = "evaluation"  # subfolder of a run's folder; `opendit evaluate plot RUN` reads it
-PROMPTS = 64  # maximum number of captions, because their embeddings stay on the device
+PROMPTS = 64  # maximum number of captions; all embeddings stay on the device
 
 
 class RunEvaluation:
@@ -144,8 +144,7 @@ class RunEvaluation:
         return {name: mesh.sum(rows).cpu() for name, rows in found.items()}
 
     def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:
-        """Return all metrics' values, with None for a value that is not finite. Log and store the others. Rank 0
-        only."""
+        """Return all metrics' values, None if not finite. Log and store finite values. Rank 0 only."""
         problems: list[str] = []
         rows: list[Measurement] = []
         details = self._details() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}

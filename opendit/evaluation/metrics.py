@@ -53,8 +53,7 @@ class Moments:
         return cls(len(rows), mean, rows.T @ rows)
 
     def merged(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets of vectors by the formula of Chan, Golub and LeVeque (1979), which is precise
-        even for a large mean."""
+        """Return the moments of both sets together (Chan, Golub and LeVeque 1979), precise even for a large mean."""
         total, difference = self.count + other.count, other.mean - self.mean
         between = torch.outer(difference, difference) * (self.count * other.count / total)
         mean = self.mean + difference * (other.count / total)
@@ -198,7 +197,7 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
     found = []
     for first, squares in _squared_distances(features, features):
         rows = torch.arange(len(squares), device=squares.device)
-        squares[rows, first + rows] = 0  # a feature's distance to itself; rounding may have made it positive
+        squares[rows, first + rows] = 0  # a feature's distance to itself, without rounding errors
         found.append(squares.kthvalue(neighbours + 1, dim=1).values)
     return torch.cat(found)
 

@@ -30,12 +30,12 @@ class FeatureNetwork:
     """A network and its preprocessing of pixels.
 
     Attributes:
-            sha256: hash of the network's files, or of a built-in network's constants and data.
+        sha256: hash of the network's files, or of a built-in network's constants and data.
         clips: True if the network takes clips (B, T, H, W, 3) instead of pictures (B, H, W, 3).
         inception: True for the Inception network that defines FID.
-            resize: name of the filter that resizes pixels to the network's input size.
-            precision: fp32 or tf32; fp64 for the built-in classifier of digits (``built_in``).
-            compute: function from uint8 pixels (B, 3, H, W) or (B, 3, T, H, W) to named features (B, D).
+        resize: name of the filter that resizes pixels to the network's input size.
+        precision: fp32 or tf32; fp64 for the built-in classifier of digits (``built_in``).
+        compute: function from uint8 pixels (B, 3, H, W) or (B, 3, T, H, W) to named features (B, D).
     """
 
     name: str
@@ -87,8 +87,8 @@ def load_network(
     The path is one of:
 
     - the weights of FID's Inception (.pth, as in pytorch-fid and torch-fidelity);
-    - a TorchScript module: StyleGAN's Inception, I3D, or any module that takes uint8 (B, 3, H, W), or for clips
-      (B, 3, T, H, W), and returns features (B, D), or a dict with "pool" and optionally "spatial" and "logits";
+    - a TorchScript module: StyleGAN's Inception, I3D, or any module with uint8 (B, 3, H, W) as input; for clips
+      (B, 3, T, H, W). Its output is features (B, D), or a dict with "pool" and optionally "spatial" and "logits";
     - a folder of ``transformers`` with a CLIP, DINOv2 or VideoMAE model.
 
     how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed filter. Raises
@@ -222,7 +222,7 @@ KNOWN = (
 
 
 def default_folder() -> Path:
-    """Return torch.hub's folder of checkpoints, which torch-fidelity and pytorch-fid also use."""
+    """Return torch.hub's folder of checkpoints, the same as in torch-fidelity and pytorch-fid."""
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 

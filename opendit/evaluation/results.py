@@ -32,7 +32,7 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-# Fields to compare only if both results have them, because samples from other programs lack them.
+# Fields to compare only if both results have values; samples from other programs have none.
 OFTEN_UNKNOWN = ("labels", "rounding")
 
 
@@ -41,17 +41,17 @@ class Measurement:
     """A metric's value, and all settings that affect it.
 
     Attributes:
-            interval_by: the method that computed the interval (low, high).
-            samples: name of the file, folder or weights.
-            samples_sha256: hash of the samples, or of the weights' values.
-            features_known: True if the feature network's file is a published one.
-            resize, feature_precision: settings of the feature network.
-            sampler, ..., seed, precision, vae: settings for drawing the samples; None for samples from files.
-            labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
-            rounding: the method of rounding pixels to uint8.
-            drawn: all settings that affect the samples, as in a sampling job's manifest.
-            truncated: number of captions that CLIP truncates.
-            of_real: the metric for real samples: training digits for the Fréchet distance, else held-out digits.
+        interval_by: the method that computed the interval (low, high).
+        samples: name of the file, folder or weights.
+        samples_sha256: hash of the samples, or of the weights' values.
+        features_known: True if the feature network's file is a published one.
+        resize, feature_precision: settings of the feature network.
+        sampler, ..., seed, precision, vae: settings for drawing the samples; None for samples from files.
+        labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
+        rounding: the method of rounding pixels to uint8.
+        drawn: all settings that affect the samples, as in a sampling job's manifest.
+        truncated: number of captions that CLIP truncates.
+        of_real: the metric for real samples: training digits for the Fréchet distance, else held-out digits.
     """
 
     metric: str
@@ -276,7 +276,7 @@ PlotPoint = tuple[float, float, float | None, float | None]  # (x, y, low, high)
 @dataclass(frozen=True)
 class PlotLine:
     """A line in a panel. points: (x, y, low, high), sorted by x, or by guidance scale for precision against recall.
-    words: a text for each point, or empty. run: name of the run, which determines the colour."""
+    words: a text for each point, or empty. run: name of the run; each run has one colour."""
 
     name: str
     points: Sequence[PlotPoint]
@@ -331,8 +331,8 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """Return panels for the chosen metrics, by default all, and for the losses. Also return messages about measurements
-    that are left out, because they are not comparable with their metric's last measurement."""
+    """Return panels for the chosen metrics, by default all, and for the losses. Measurements that are not comparable
+    with their metric's last one are left out. Also return messages about these measurements."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []

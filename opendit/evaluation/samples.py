@@ -61,8 +61,8 @@ class DescribedSamples:
         shape: shape of one sample, (H, W, 3) or (T, H, W, 3).
         captions: one per sample, or None.
         details: fields of :class:`Measurement` that describe the samples.
-            options: options for reading the reference, so that its pixels match the samples.
-            asked: the digits that the samples should show, or None if unknown.
+        options: options for reading the reference, so that its pixels match the samples.
+        asked: the digits that the samples should show, or None if unknown.
     """
 
     count: int
@@ -188,7 +188,7 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
 
 
 def name_of(weights: Path) -> str:
-    """Return RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the path's last part."""
+    """Return RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the path's last name."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")

@@ -1,8 +1,8 @@
 """Convert OpenDiT checkpoints to and from diffusers' folders, LoRA files and Meta's .pt files.
 
 diffusers' DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` for the timestep's sinusoids, but Meta's model
-uses 0. A stock pipeline therefore has a small error, which :func:`load_pipeline` removes. An exported public model is
-a copy of the published folder with new weights. The keys of a LoRA file have these forms:
+uses 0. A stock pipeline therefore has a small error. :func:`load_pipeline` removes the error. An exported public model
+is a copy of the published folder with new weights. The keys of a LoRA file have these forms:
 
 diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; no alphas, since B includes alpha / rank
 comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, depending on the family
@@ -114,7 +114,7 @@ def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def correct_timesteps(transformer: Any) -> None:
-    """Set the timestep sinusoids of a DiTTransformer2DModel to those of Meta's DiT."""
+    """Give a DiTTransformer2DModel the timestep sinusoids of Meta's DiT."""
     for block in transformer.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
 
@@ -266,11 +266,15 @@ def export_published(
     replaced only after all files are written.
 
     state: weights by OpenDiT's names. source: path of the weights, for messages. more: further metadata for the weights
-    file. low: the same three values for a pipeline's low-noise network.
+    file. low: (state, source, base) for a pipeline's low-noise network.
 
-    Return the files of ``base`` that were not copied, because they may hold code. Raises ValueError if the weights do
-    not fit ``base``, if a link in ``base`` leads out of the folder, or if ``output`` holds anything but a pipeline.
-    Raises OSError if a file can't be written."""
+    Return the files of ``base`` that may hold code and were therefore not copied.
+
+    Raises:
+        ValueError: the weights do not fit ``base``, a link in ``base`` leads out of the folder, or ``output`` holds
+            anything but a pipeline.
+        OSError: a file can't be written.
+    """
     output = Path(os.path.abspath(output))
     root = output.parent
     safe_files.refuse_links(root, [output.name])

@@ -179,7 +179,7 @@ class ShardDataset(PicturesAndClips):
 
     def find_record(self, row: int) -> tuple[int, int, Record]:
         """Return (number of the tar, number of the sample in the tar, the sample's record)."""
-        last, found = self._found  # a picture and its caption need the same result
+        last, found = self._found  # a picture and its caption both need the result
         if last != row:
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1

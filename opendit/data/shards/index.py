@@ -462,7 +462,7 @@ def _kind(value: object) -> str:
 
 @dataclass
 class Sample:
-    """The members of a tar with the same key."""
+    """The members of a tar that share a key."""
 
     key: str
     start: int  # byte range of all members
@@ -471,7 +471,7 @@ class Sample:
 
 
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
-    """Yield the samples of a tar in order. Consecutive members with the same key form a sample. exact: see ``Fields``.
+    """Yield the samples of a tar in order. Consecutive members with one key form a sample. exact: see ``Fields``.
     Raises ValueError, naming the tar, if the tar is damaged or compressed, or if a key or member occurs twice."""
     name, seen, sample = printable(path), set(), None
     with open(open_regular(path), "rb") as file:

@@ -1,7 +1,7 @@
 """``preprocess.py shards`` packs media or cached latents into tars, and ``preprocess.py index`` indexes tars.
 
-All tars are planned before the first one is written, so that any process can write any tar, and a rewritten tar has the
-same bytes.
+All tars are planned before the first one is written. So any process can write any tar, and a rewritten
+tar has the same bytes.
 """
 
 import builtins
@@ -241,7 +241,7 @@ def index_folder(
 
 
 def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
-    """Index a tar, or those of a folder's tars with missing or outdated indexes. force: index all tars.
+    """Index a tar, or a folder's tars with missing or outdated indexes. force: index all tars.
 
     In a folder from Energon, the tars of all splits are indexed, with the folder's field map or with a cooker
     (``module:function``). Raises ValueError, OSError or DataError. Indexes written before the error remain."""
@@ -278,8 +278,8 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
 def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
-    """Index every tar whose index is missing, outdated or for another plan. Print the samples that are left out. root:
-    follow no link below this folder. Raises as :func:`make_indexes`."""
+    """Index every tar without an index, or with an index that is outdated or of another plan. Print the samples that are
+    left out. root: follow no link below this folder. Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
@@ -521,7 +521,7 @@ def _write(plan: LatentsTar, folder: Path) -> int:
 
 
 def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
-    """Yield the samples in a file. Raises KeyError, ValueError or RuntimeError if its tensors do not fit together."""
+    """Yield the samples in a file. Raises KeyError, ValueError or RuntimeError if its tensors contradict each other."""
     rows, labels = tensors["rows"].tolist(), tensors["labels"].tolist()
     captions: Iterable[str | None] = repeat(None, len(rows))
     if "captions" in tensors:

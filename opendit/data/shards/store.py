@@ -38,7 +38,7 @@ class LocalTars:
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         self.paths, self.sizes = list(paths), list(sizes)
-        self._me = object()  # distinguishes this object's open files from those of other objects
+        self._me = object()  # distinguishes the open files of different objects
 
     def read(self, tar: int, at: int, size: int) -> bytes:
         """Return ``size`` bytes from offset ``at``. Raises DataError, naming the tar, if the tar is missing, truncated
@@ -50,7 +50,7 @@ class LocalTars:
         return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Return False, because a second read would give the same damaged bytes."""
+        """Return False, because a second read would not help."""
         return False
 
     def _open(self, tar: int) -> int:
@@ -189,7 +189,7 @@ Ranges = Sequence[ByteRange]  # ranges for one request
 
 
 def grouped(ranges: Iterable[ByteRange]) -> list[list[ByteRange]]:
-    """Group ranges in the same tar that are at most ``GAP`` bytes apart. Groups are ordered by their first ranges."""
+    """Group ranges in one tar that are at most ``GAP`` bytes apart. Groups are ordered by their first ranges."""
     groups: list[list[ByteRange]] = []
     for part in ranges:
         near = (group for group in groups if max(part.at, group[0].at) - min(_end(part), _end(group[0])) <= GAP)
@@ -220,7 +220,7 @@ class FetchAhead:
         self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
-        """Start fetching ``groups``, and drop earlier groups. Ranges must be taken in the order of ``groups``."""
+        """Start fetching ``groups``, and drop earlier groups. Call :meth:`take` in the order of ``groups``."""
         self._process = os.getpid()  # to detect a fork, because a child lacks its parent's threads
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
@@ -425,8 +425,8 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a file of at most ``most`` bytes, with retries. check: raises an error for invalid content, which is
-        then retried. Raises DataError, naming the address."""
+        """Return a file of at most ``most`` bytes, with retries. check: raises an error to reject the content and retry.
+        Raises DataError, naming the address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -467,7 +467,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars on the same server to which the web page of ``folder`` links."""
+        """Return the tars to which the web page of ``folder`` links, if they are on its server."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
