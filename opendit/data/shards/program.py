@@ -1,7 +1,7 @@
 """``preprocess.py shards`` packs media or cached latents into tars, and ``preprocess.py index`` indexes tars.
 
-All tars are planned before the first one is written. So any process can write any tar, and a rewritten
-tar has the same bytes.
+All tars are planned before the first one is written. So any process can write any tar, and a rewritten tar has the same
+bytes.
 """
 
 import builtins
@@ -278,8 +278,8 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
 def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
-    """Index every tar without an index, or with an index that is outdated or of another plan. Print the samples that are
-    left out. root: follow no link below this folder. Raises as :func:`make_indexes`."""
+    """Index every tar without an index, or with an index that is outdated or of another plan. Print the samples that
+    are left out. root: follow no link below this folder. Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]

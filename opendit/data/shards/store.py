@@ -425,8 +425,8 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a file of at most ``most`` bytes, with retries. check: raises an error to reject the content and retry.
-        Raises DataError, naming the address."""
+        """Return a file of at most ``most`` bytes, with retries. check: raises an error to reject the content and
+        retry. Raises DataError, naming the address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
