@@ -191,7 +191,6 @@ def resolve_attention(
 
 
 def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the end of a log message: the installed package, and the head size if heads are padded."""
     size = right_head_size(device, dtype, head_dim)
     return f", {_installed()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
 

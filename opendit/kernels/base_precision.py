@@ -64,7 +64,6 @@ def _levels(device: torch.device) -> Tensor:
 
 
 def _joined(codes: Tensor, scales: Tensor) -> Tensor:
-    """Join codes (rows, n) and fp32 scales (rows, m) to rows of bytes. Both are padded to a multiple of ROW."""
     parts = codes.view(torch.uint8), scales.float().contiguous().view(torch.uint8)
     return torch.cat([nn.functional.pad(part, (0, -part.shape[1] % ROW)) for part in parts], dim=1)
 
@@ -239,8 +238,11 @@ def store_base(
 ) -> None:
     """Give frozen linear layers of ``model`` weights in fewer bits, on the meta device and without values yet.
 
-    kind: fp8, int8 or nf4. dtype: dtype in which the model computes. device: device on which the model will run.
-    chosen: function of a weight's name and shape; True if the weight is replaced.
+    Args:
+        kind: fp8, int8 or nf4.
+        dtype: dtype in which the model computes.
+        device: device on which the model will run.
+        chosen: function of a weight's name and shape; True if the weight is replaced.
     """
     kinds: dict[type, type[BaseLayer]] = {nn.Linear: BaseLinear, Projection: BaseProjection}
     for name, module in model.named_modules():

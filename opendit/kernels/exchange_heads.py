@@ -1,14 +1,14 @@
 """Redistribute activations between P GPUs for sequence parallelism, from tokens to heads and back.
 
-A kernel reads or writes the other GPUs' memory directly, in one pass over the links, without packing or collectives.
+A kernel reads or writes the memory of all GPUs directly, in one pass over the links, without packing or collectives.
 
-Each rank has *rows* (B, n, S, H, d): n of the N tokens, with all H heads. All ranks can address this memory. S is 3 for
-q, k and v in a projection's output, and 1 for the attention output. Each rank also has *heads*: S tensors (B, h, N, d)
-with all tokens and h of the heads, where h is at most H / P.
+Each rank has *rows* (B, n, S, H, d), in memory that all ranks can address: n of the N tokens, with all H heads. S is 3
+for q, k and v, and 1 for the attention output. Each rank also has *heads*: S tensors (B, h, N, d) with all tokens and h
+<= H / P of the heads.
 
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
 
-The caller must ensure that the other ranks are ready (opendit.parallel.sequence.peer_memory).
+The caller must ensure that all ranks are ready (opendit.parallel.sequence.peer_memory).
 """
 
 import torch
@@ -146,9 +146,12 @@ def _send_rows_kernel(
 def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
     """Copy this rank's rows to the ranks' heads (S = 1). Each rank gets its heads.
 
-    rows: (B, n, H, d), contiguous. addresses: (P,) int64 on the device: addresses of all ranks' contiguous heads (B, N,
-    h, d), in rows' dtype. length: N; later tokens are padding and are not sent. Raises ValueError if H is not divisible
-    by the number of ranks, or N is larger than the ranks' tokens.
+    Args:
+        rows: (B, n, H, d), contiguous.
+        addresses: (P,) int64 on the device: addresses of all ranks' contiguous heads (B, N, h, d), in rows' dtype.
+        length: N; later tokens are padding and are not sent.
+
+    Raises ValueError if H is not divisible by the number of ranks, or N is larger than the ranks' tokens.
     """
     (B, n, H, d), ranks = rows.shape, len(addresses)
     if H % ranks or length > ranks * n:

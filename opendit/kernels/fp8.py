@@ -219,8 +219,10 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Return a b^T + bias, (M, N) of ``dtype``, for a (M, K) and b (N, K) in float8; K and N are multiples of 16.
 
-    descales: scales of a and b, fp32: both (1,), or (M, 1) and (1, N). fast: True to accumulate in the tensor cores,
-    with about 14 bits; False to accumulate partial sums in fp32. out: (M, N), contiguous: memory for the result.
+    Args:
+        descales: scales of a and b, fp32: both (1,), or (M, 1) and (1, N).
+        fast: True to accumulate in the tensor cores, with about 14 bits; False to accumulate partial sums in fp32.
+        out: (M, N), contiguous: memory for the result.
     """
     options: dict[str, Any] = dict(zip(("scale_a", "scale_b"), descales, strict=True))
     options |= {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, **({} if out is None else {"out": out})}

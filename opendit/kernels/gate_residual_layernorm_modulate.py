@@ -331,8 +331,10 @@ def gate_residual_layernorm_modulate_float8(
 ) -> tuple[Tensor, Float8, Tensor, Tensor]:  # fmt: skip
     """Return h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32.
 
-    by_row: give y one scale per row. branch_scale: (B * N, 1) fp32, a factor for each row of the branch. center: False
-    computes RMSNorm, and the mean is empty.
+    Args:
+        by_row: True to give y one scale per row.
+        branch_scale: (B * N, 1) fp32, a factor for each row of the branch.
+        center: False for RMSNorm, with an empty mean.
     """
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = common.new_statistics(x, center=center)

@@ -22,8 +22,8 @@ def operator(
 
     The operator is registered as ``torch.ops.opendit.NAME`` for every device. torch.compile does not look into the
     operator; ``fake`` gives the shapes of its outputs. Compilers, dispatch modes, and tensors that intercept torch's
-    calls (Gemini's) use the registered operator. Plain calls go directly to the implementation. For a small batch, the
-    dispatcher's Python code would take longer than the kernel.
+    calls (Gemini's) use the registered operator. Plain calls skip torch's dispatcher, because with a small batch it
+    would take longer than the kernel.
     """
     name = schema.partition("(")[0]
 

@@ -171,9 +171,8 @@ def normalize_rows(
     x, xt, mean_ptr, rstd_ptr, row, live, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute xhat = (x - mean) * rstd for each row, and store mean and rstd. Columns of x from D on must be zero. The
-    mean is computed first, and then the variance, both from registers. Without CENTER (RMSNorm) there is no mean: xhat
-    = x * rstd with rstd = 1 / rms(x)."""
+    """Compute xhat = (x - mean) * rstd for each row, and store mean and rstd. Columns of x from D on must be zero.
+    Without CENTER (RMSNorm) there is no mean, and rstd is 1 / rms(x)."""
     if CENTER:
         total = row_sums(x, ROWS)
         if TAIL > 0:

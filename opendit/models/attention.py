@@ -115,9 +115,11 @@ class SequenceShards(Protocol):
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
-        """Attend from this rank's tokens to all ranks' tokens; return (B, n, D). q is (B, H, n, d); k and v are (B,
-        kv_heads, n, d). They hold this rank's tokens, and ``attend`` normalises and rotates them. With tensor
-        parallelism, H and D count this rank's heads, and n counts the tokens of all tensor-parallel ranks."""
+        """Attend from this rank's tokens to all ranks' tokens; return (B, n, D). q (B, H, n, d) and k, v (B, kv_heads,
+        n, d) hold this rank's tokens; ``attend`` normalises and rotates them.
+
+        With tensor parallelism, H and D count this rank's heads, and n counts the tokens of all tensor-parallel ranks.
+        """
         ...
 
     def project_and_attend(
@@ -144,9 +146,13 @@ class SequenceShards(Protocol):
         attend: "Callable[[Tensor, AnyProjection, TokenGrid], Tensor]",
         rotary: Tensor | None,
     ) -> Tensor:
-        """Attend from this rank's tokens x (B, n, D) along one axis of the grid; return (B, n, D). axis: 0 for
-        attention along time, 1 for attention within frames. ``attend(tokens, qkv, grid)`` computes the output for a
-        grid with all tokens along the axis. rotary: rotations of all tokens."""
+        """Attend from this rank's tokens x (B, n, D) along one axis of the grid; return (B, n, D).
+
+        Args:
+            axis: 0 for attention along time, 1 for attention within frames.
+            attend: ``attend(tokens, qkv, grid)`` computes the output for a grid with all tokens along the axis.
+            rotary: rotations of all tokens.
+        """
         ...
 
     # Methods for token routes. The tokens that a route processes may be on any rank.
@@ -356,8 +362,8 @@ def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
-    """Expand a parameter of ``Attention.qkv`` from ((H + 2 K) d, ...) to (3 H d, ...): copy the K shared heads to H
-    heads of keys and H heads of values."""
+    """Expand a parameter of ``Attention.qkv`` from ((H + 2 K) d, ...) to (3 H d, ...), by copying the K shared
+    heads."""
     if has_torch_function((rows,)):
         # Gemini keeps parameters in memory only during a call, and views must not outlive it. So dispatch this function
         # as one call.

@@ -617,9 +617,11 @@ def is_cut(block: nn.Module) -> bool:
 class FinalLayer(nn.Module):
     """adaLN and a linear layer that maps each token to its patch: (B, N, D) to (B, N, out_features).
 
-    values: names of the modulation's vectors, in order; without "shift" the shift is 0. table: True if the modulation
-    is c plus a learned table. condition: width of c; None for D. rank: rank of the correction to the blocks' shared
-    modulation; None for a separate full-rank modulation.
+    Args:
+        values: names of the modulation's vectors, in order. Without "shift" the shift is 0.
+        table: True if the modulation is c plus a learned table.
+        condition: width of c; None for D.
+        rank: rank of the correction to the blocks' shared modulation; None for a separate full-rank modulation.
     """
 
     def __init__(

@@ -258,9 +258,14 @@ class DiT(nn.Module):
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
-        """Yield each block's modulation, then the final layer's, for the condition c (B, D). Modulations are computed
-        on demand. With ``modulate_in_blocks``, a block gets the pair (c, shared). blocks: None for all. first: True if
-        the blocks begin with the model's first block. Subclasses then also yield their refiners' modulations."""
+        """Yield each block's modulation, then the final layer's, for the condition c (B, D). They are computed on
+        demand. With ``modulate_in_blocks``, a block gets the pair (c, shared).
+
+        Args:
+            blocks: None for all.
+            first: True if the blocks begin with the model's first block. Subclasses then also yield their refiners'
+                modulations.
+        """
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         for block in self.blocks if blocks is None else blocks:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
@@ -274,8 +279,13 @@ class DiT(nn.Module):
         positions: Tensor | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute the result of :meth:`forward` for x. modulations, positions: results of the methods with these names.
-        context: from :meth:`condition` or :meth:`contexts`. run: function with the signature of ``run_blocks``."""
+        """Compute the result of :meth:`forward` for x.
+
+        Args:
+            modulations, positions: results of the methods with these names.
+            context: result of :meth:`condition` or :meth:`contexts`.
+            run: function with the signature of ``run_blocks``.
+        """
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
             return self._predict(x, modulations, context, positions, run)
@@ -360,8 +370,8 @@ class DiT(nn.Module):
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
         """Return the positions (1, N, D) of a grid of patches: fixed fp32 tables or learned positions; None for rotary
-        positions. A clip's fixed positions are a temporal plus a spatial table. Both count from 0 for every size.
-        Raises ValueError if there are fewer learned positions than patches."""
+        positions. A clip's fixed positions are a temporal plus a spatial table. Raises ValueError if there are fewer
+        learned positions than patches."""
         configured = self.config.grid
         if self.learned_positions is not None:
             if any(size > known for size, known in zip(grid, configured, strict=True)):
@@ -424,9 +434,9 @@ class DiT(nn.Module):
         segments: Segments,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute the prediction for a pack's noised patches x (N, C, *patch): (N, out_channels, *patch) in the
-        weights' dtype. modulations and context have one row per segment. A frame that is repeated to fill a patch gets
-        the mean over the repeats. Raises ValueError if the model does not support packs, or x does not fit the pack."""
+        """Compute the prediction (N, out_channels, *patch) for a pack's noised patches x (N, C, *patch). modulations
+        and context have one row per segment. A frame that is repeated to fill a patch gets the mean over the repeats.
+        Raises ValueError if the model does not support packs, or x does not fit the pack."""
         config = self.config
         if config.given_channels and x.shape[1] == config.in_channels:
             x = nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, config.given_channels))

@@ -306,8 +306,13 @@ def _same_table(
 def _relabelled(
     own: Tensor, value: Tensor, before: Sequence[str], after: Sequence[str], null_class: bool
 ) -> tuple[Tensor, str]:
-    """Return a label table (last row: null class) and an explanation. own: initial values. value: the file's table.
-    null_class: True if the file's table ends with a null class."""
+    """Return a label table and an explanation. The last row is the null class.
+
+    Args:
+        own: initial values.
+        value: the file's table.
+        null_class: True if the file's table ends with a null class.
+    """
     if own.shape[1] != value.shape[1]:
         return own, "the null class too"
     made, rows, classes = own.clone(), {name: row for row, name in enumerate(before)}, len(own) - 1

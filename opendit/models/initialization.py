@@ -4,10 +4,9 @@ An element's initial value depends only on the seed, the parameter's canonical n
 index in the flattened canonical tensor. So each rank draws its slices without communication, with the values of a
 single process. Each architecture maps patterns of parameter names to distributions (``DiT.initial_distributions``).
 
-The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which can
-compute any word of a key's stream separately. The key is a hash of seed and name. NumPy draws the words, because it
-guarantees stable bit streams (but not stable distributions). Words are drawn on the CPU, in threads, so that all
-devices get equal bits.
+The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It can compute
+any word of a key's stream separately. The key is a hash of seed and name. NumPy draws the words, because its bit
+streams never change. Words are drawn on the CPU, in threads, so that all devices get equal bits.
 """
 
 import functools

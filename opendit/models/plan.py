@@ -309,13 +309,12 @@ def _sees(config: DiTConfig, *what: str) -> int:
 
 
 def _input(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of a block's inputs: x, and for each sample the modulation and the condition."""
+    """Return the memory of a block's inputs: x, and each sample's modulation and condition."""
     return Kept(units=1, numbers=config.modulation_width + config.hidden_size)
 
 
 def _norms(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of modulated norms. Each norm keeps its modulated output. Without fusion, LayerNorm also keeps
-    its output before modulation, and RMSNorm keeps two such tensors. With recomputation only statistics are kept."""
+    """Return the memory of norms and modulations. Without fusion, tensors between norm and modulation are kept, too."""
     count = sum(branch.modulated for branch in config.branches)
     if execution.recompute != "none":
         return Kept(statistics=4)
@@ -333,13 +332,9 @@ def _float8_weights(execution: Execution, count: int) -> int:
 
 
 def _attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of self-attention: q, k, v, its output, the projected output, and the sum with x.
-
-    With sequence parallelism, shared keys and values are copied for every head and kept. In FP8 the attention output is
-    kept in both precisions. Only one attention's log-sum-exp is counted.
-    """
+    """Return the memory of self-attention: q, k, v, its output, the projected output, and the sum with x."""
     keys = config.key_value_width / config.hidden_size
-    copied = keys == 1 or execution.sequence_parallel > 1
+    copied = keys == 1 or execution.sequence_parallel > 1  # ranks copy shared keys and values for every head
     units = 3 + (3 if copied else 1 + 2 * keys + 2) + (execution.fp8 and execution.recompute == "none") / 2
     if config.qk_norm and execution.fused:  # normalised queries and keys; copies of shared keys are counted above
         units += 1 + (keys == 1)
@@ -352,9 +347,8 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of self-attention along time. It is the memory of :func:`_attention` plus copies in another
-    token order: attention output, rotated queries, and rotated keys. Normalised queries and keys are also kept, unless
-    one kernel normalises and rotates."""
+    """Return the memory of self-attention along time. It includes copies of the attention output, queries and keys in
+    another token order."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
@@ -365,13 +359,11 @@ def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of cross-attention: q, k, v, the attention output, and two or three more tensors. With a gate,
-    these are the input and the projected output. Without a gate, these are the input and the norm's output, plus a copy
-    under autocast or an RMSNorm's second product. FP8 with a gate also keeps the projection's weight in float8.
-    """
+    """Return the memory of cross-attention: q, k, v, the attention output, and tensors outside of the attention."""
     if not config.cross_attention:
         return Kept()
     gated = any(branch.sees == "caption" and branch.modulated for branch in config.branches)
+    # with a gate, input and projected output; without, input and norm's output, or both products of an RMSNorm
     outside = 2 if gated else 3 if config.norm == "rms" else 2 + execution.autocast
     heads = 2 + 2 * _caption_keys(config) / config.tokens
     weights = _float8_weights(execution, config.hidden_size**2) if gated else 0
@@ -379,11 +371,10 @@ def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _mlp(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the MLP: the outputs of fc1, GELU and fc2. SwiGLU keeps fc1's two halves, SiLU's output
-    (unless fused), the product, and fc2's output."""
+    """Return the memory of the MLP: the outputs of its layers and of the activation."""
     wide, level = config.mlp_ratio, execution.recompute
     if config.mlp == "swiglu":
-        return Kept(units=(3 if execution.fused else 4) * wide + 1)
+        return Kept(units=(3 if execution.fused else 4) * wide + 1)  # without fusion, also SiLU's output
     units = 1 + {"half": wide / 2, "mlp": 0}.get(level, wide)
     if level in ("none", "norms"):  # in FP8, one byte per value
         units += wide / 2 if execution.fp8 and level == "none" else wide

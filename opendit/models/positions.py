@@ -114,9 +114,11 @@ def interwoven_table(
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate each pair of channels (2 i, 2 i + 1) of x (B, N, H, d) by the token's angle for this pair. table: cosines
-    and sines (N, d / 2, 2) from :func:`rotary_table`, or (B, N, d / 2, 2) for each sample. The rotation is computed in
-    fp32 or wider, and the result has x's dtype."""
+    """Rotate each pair of channels (2 i, 2 i + 1) of x (B, N, H, d) by the token's angle. The rotation is computed in
+    fp32 or wider, and the result has x's dtype.
+
+    table: cosines and sines (N, d / 2, 2) from :func:`rotary_table`, or (B, N, d / 2, 2) with a table for each sample.
+    """
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     (even, odd), (cos, sin) = pairs.unbind(-1), table.unsqueeze(-3).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
@@ -213,9 +215,13 @@ class Rotary:
 
 
 def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
-    """Return the rotary coordinates (n, axes) float64 of media tokens. places: (n, 2 or 3), the tokens' coordinates in
-    the grid. sides: (2,) or (n, 2), number of rows and columns of the grid. For ``rotary.text`` "count", the caller
-    must add the offset for the caption's length."""
+    """Return the rotary coordinates (n, axes) float64 of media tokens. For ``rotary.text`` "count", the caller must add
+    the offset for the caption's length.
+
+    Args:
+        places: (n, 2 or 3), the tokens' coordinates in the grid.
+        sides: (2,) or (n, 2), the grid's rows and columns.
+    """
     axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
     if rotary.text == "diagonal":
         places[:, -2:] -= sides - sides // 2

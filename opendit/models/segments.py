@@ -278,8 +278,14 @@ def segment_cross_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, packed: PlacedSegments, attend: Callable[..., Tensor]
 ) -> Tensor:
     """Attend from each token to the caption of its segment. Return (1, H, n, d) in the memory layout (1, n, H, d), zero
-    for padding. q: (1, H, n, d), tokens of the pack or of one rank. k, v: (S, H, M, d), captions of all segments. mask:
-    (S, M). ``attend`` has the signature of ``masked_attention``."""
+    for padding.
+
+    Args:
+        q: (1, H, n, d), tokens of the pack or of one rank.
+        k, v: (S, H, M, d), captions of all segments.
+        mask: (S, M).
+        attend: function with the signature of ``masked_attention``.
+    """
     runs = packed.runs
     rest = q.shape[2] - sum(run.count * run.length for run in runs)
     # A rank may have only padding. The result must still depend on k and v, because all ranks need gradients for them.

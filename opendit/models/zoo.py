@@ -65,14 +65,19 @@ def model_config(
     revision: int | None = None,
     **options: Any,
 ) -> DiTConfig:
-    """Return a named model's configuration, for latents (height, width) of ``input_size``. frames: None for pictures.
+    """Return the configuration of a named model.
 
-    num_classes or text is required. learn_sigma: True to also predict a variance, in ``in_channels`` more channels.
-    revision: the revision of the weights to load; None for the newest. **options: further fields of the configuration
-    (qk_norm, adaln_lora, bias, positions, ...); None means the architecture's default.
+    Args:
+        input_size: (height, width) of the latents.
+        num_classes, text: one of them is required.
+        frames: number of latent frames; None for pictures.
+        learn_sigma: True to also predict a variance, in ``in_channels`` more channels.
+        revision: revision of the weights to load; None for the newest.
+        options: further fields of the configuration (qk_norm, bias, positions, ...); None for the architecture's
+            default.
 
-    Raises ValueError if the name is unknown, the patch does not divide the size, ``frames`` does not fit the
-    architecture, the architecture lacks an option, or the model can't be built.
+    Raises ValueError if the name is unknown, the patch does not divide the size, ``frames`` or an option does not fit
+    the architecture, or the model can't be built.
     """
     kind_name, size, patch = parse_name(name)
     kind, made = KINDS[kind_name], CLASSES[kind_name]

@@ -144,9 +144,13 @@ class Float8Shards:
 
 
 class _Gathered:
-    """The two methods that FSDP2 calls to gather a weight in float8. sent: this rank's rows (rows, in) as uint8, padded
-    to the first rank's number of rows. descale: factor (1,) fp32 for the float8 numbers. length: rows of the full
-    weight."""
+    """The two methods that FSDP2 calls to gather a weight in float8.
+
+    Args:
+        sent: this rank's rows (rows, in) as uint8, padded to the first rank's number of rows.
+        descale: factor (1,) fp32 for the float8 numbers.
+        length: rows of the full weight.
+    """
 
     def __init__(self, sent: Tensor, descale: Tensor, length: int):
         self._sent, self._descale, self._length = sent, descale, length

@@ -117,20 +117,20 @@ class StreamedBlocks:
     """Frozen weights of ``count`` blocks, stored in host memory and streamed to the GPU (--offload blocks[:N]).
 
     The constructor replaces the blocks' frozen parameters by views of slots on the GPU. The replaced parameters may be
-    on the meta device. Write the weights' values to ``host`` before the first call of a block.
+    on the meta device. Write the weights' values to ``host`` before the first call of a block. Blocks must be
+    recomputed in the backward pass, because a block's weights are valid only during its calls.
 
-    The GPU has AHEAD + 1 slots, each with room for the largest streamed block. The n-th streamed block uses slot n %
-    (AHEAD + 1). When a block is called, a side stream begins to copy the next AHEAD blocks. In the backward pass it
-    copies the previous AHEAD blocks. The device waits for the called block's weights; the host never waits.
-
-    Blocks must be recomputed in the backward pass, because a block's weights are valid only during its calls.
+    The GPU has AHEAD + 1 slots, each with room for the largest streamed block. When a block is called, a side stream
+    begins to copy the next AHEAD blocks, or in the backward pass the previous ones. The device waits for the called
+    block's weights; the host never waits.
 
     Copies can be recorded in a CUDA graph. A recorded pass copies every block, because the slots' content at a replay
-    is unknown. After a recording, other passes copy every block, too.
+    is unknown. After a recording, all passes copy every block.
 
-    deferred: on a CPU, True copies a block as late as possible, False as early as possible. Tests compare both.
-    copied: number of copies begun.
-    recordable: True if the backward pass reaches the first streamed block, and so waits for all copies.
+    Attributes:
+        deferred: on a CPU, True copies a block as late as possible, False as early as possible. Tests compare both.
+        copied: number of copies begun.
+        recordable: True if the backward pass reaches the first streamed block, and so waits for all copies.
     """
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):

@@ -132,12 +132,15 @@ class OnePassAdamW:
     computes the gradients' norm. The second pass updates moments, masters, averages and working weights. The host does
     not wait.
 
-    adam: has the settings in one parameter group, and the moments in its state. keys: the masters (fp32, 1-d or
-    contiguous), keys of that state. sizes: number of leading elements of each master to update; None for all. working:
-    copies of the masters in the precision of the forward pass.
+    Args:
+        adam: has the settings in one parameter group, and the moments in its state.
+        keys: the masters (fp32, 1-d or contiguous), keys of that state.
+        sizes: number of leading elements of each master to update; None for all.
+        working: copies of the masters in the precision of the forward pass.
 
-    Callers may set two attributes before the first step. counted: see :class:`FusedStep`. staged: host memory with the
-    moments, to copy through the device.
+    Attributes:
+        counted: see :class:`FusedStep`. Set it before the first step.
+        staged: host memory with the moments, to copy through the device. Set it before the first step.
     """
 
     staged: Tensor | None = None

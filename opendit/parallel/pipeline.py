@@ -47,8 +47,7 @@ def chunks_of(schedule: str) -> int:
 
 
 def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """List the passes of one rank in a step, in order. rank, ranks: index of the rank in the pipeline, and number of
-    ranks. Raises ValueError for an unknown schedule, or one that does not work with this number of micro-batches.
+    """List the passes of one rank in a step, in order.
 
     1f1b: first ``ranks - 1 - rank`` forward passes, then one forward and one backward pass in turn (PipeDream-flush:
     Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). The rank stores activations for at
@@ -57,6 +56,8 @@ def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> l
     interleaved: like 1f1b, with 2 chunks per rank. A rank idles for half as long, stores more activations, and sends
     twice as much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     SC 2021).
+
+    Raises ValueError for an unknown schedule, or one that does not work with this number of micro-batches.
     """
     if schedule not in PIPELINE_SCHEDULES:
         raise ValueError(

@@ -143,8 +143,13 @@ def layers(
     blocks: range | None = None,
     offset: int = 0,
 ) -> list[Match]:
-    """Match all parameters (``kinds``) of layers. names: OpenDiT's name -> published name, or several names to
-    concatenate along dimension 0. ours, theirs: prefixes of all names. blocks, offset: see :class:`Match`."""
+    """Match all parameters (``kinds``) of layers.
+
+    Args:
+        names: OpenDiT's name -> published name, or several names to concatenate along dimension 0.
+        ours, theirs: prefixes of all names.
+        blocks, offset: see :class:`Match`.
+    """
     found = []
     for own, published in names.items():
         parts = (published,) if isinstance(published, str) else published

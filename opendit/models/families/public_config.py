@@ -203,9 +203,13 @@ def public_config(
     max_tokens: int | None = None,
     index: Mapping[str, Any] | None = None,
 ) -> PublicConfig:
-    """Return a public model's configuration. values: from ``config.json``. index: from ``model_index.json``, with
-    "expert" ("high" or "low") to select one of two networks. input_size, max_tokens: None for the family's defaults.
-    Raises ValueError if the values do not belong to this family."""
+    """Return a public model's configuration. Raises ValueError if the values do not belong to the family.
+
+    Args:
+        values: values of ``config.json``.
+        input_size, max_tokens: None for the family's defaults.
+        index: values of ``model_index.json``, with "expert" ("high" or "low") to select one of two networks.
+    """
     about, text = family_of(family), published(values)
     spec, variant = _spec_of(family, text), about.variant(index)
     kept = () if variant is None else (variant.setting, "expert")
@@ -443,11 +447,10 @@ def _last(config: PublicConfig) -> int:
 def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     """Return the memory that a block keeps for the backward pass, averaged over the stack.
 
-    A block keeps x, each branch's modulated norm, q, k and v before and after norm and rotation, attention's output,
-    fc1's output and activation, and the branches' outputs. Without fusion, it also keeps all tensors between norm,
-    modulation and rotation. With two streams, it also keeps the joined q, k and v. In FP8, inputs of linear layers take
-    half the memory, but weights and attention's output are also kept in FP8. Branch outputs are needed only for
-    gradients of gates and of norms after a branch."""
+    A block keeps its input and the results of its norms, projections, rotations, attention, activation and branches. In
+    FP8, inputs of linear layers take half the memory, but weights and attention's output are kept in FP8, too. Branch
+    outputs are needed only for gradients of gates and of norms after a branch.
+    """
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1

@@ -131,12 +131,9 @@ class Engine(ABC):
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
-        """Move the module to this rank's device, and wrap the module.
-
-        Returns:
-            model: ``forward`` calls this object. optimizer: ``step`` calls this object. adam: the AdamW object with the
-                learning rate and the state. line: the AdamW's name and the reason for the choice.
-        """
+        """Move the module to this rank's device, and wrap the module. Return the objects that ``forward`` and ``step``
+        call, the AdamW object with the learning rate and the state, and the AdamW's name with the reason for the
+        choice."""
 
     def _adamw(self, module: nn.Module, settings: Settings) -> tuple[Any, str]:
         from opendit.parallel.optimizer import build_optimizer  # imported here, because it imports DTensor
