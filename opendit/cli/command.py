@@ -74,8 +74,8 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Mark each field that differs from its default as set on the command line. The recipe and the YAML file can
-    change all other fields. A parsed configuration is returned unchanged."""
+    """Mark each field that differs from its default as set on the command line. The recipe and the YAML file can change
+    all other fields. A parsed configuration is returned unchanged."""
     if config.given:
         return config
     plain = TrainConfig()

@@ -1,9 +1,9 @@
 """The only module that writes files. Below ``root``, it never follows a symbolic link.
 
 A data set or an output folder may come from a stranger, and its links can lead anywhere. ``root`` is the folder that
-the user named, by default the file's folder. The path of ``root`` itself may contain links. Below ``root``, each
-entry is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``), so a link that appears after a check is
-refused too. tests/common/test_writers.py fails if another module of the package writes a file.
+the user named, by default the file's folder. The path of ``root`` itself may contain links. Below ``root``, each entry
+is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``), so a link that appears after a check is refused
+too. tests/common/test_writers.py fails if another module of the package writes a file.
 """
 
 import contextlib

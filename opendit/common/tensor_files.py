@@ -65,7 +65,7 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write CPU tensors to a safetensors file, as :func:`write_file` does.
 
-    kinds: dtype and shape of each tensor, needed if reading a value of ``tensors`` reads a file.
+    kinds: each tensor's dtype and shape. Give them if ``tensors`` loads values lazily.
     """
     if kinds is None:
         kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}

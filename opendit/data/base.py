@@ -26,7 +26,7 @@ from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
 
 # Tolerance of display times in seconds. Matroska rounds times to milliseconds, and conversion to another format keeps
-# them rounded.
+# these times.
 ROUNDING = 1e-3 + 1e-6
 COLOURS = "colours"  # key of ``Medium.colours`` in ``Image.info``
 # Quantiles of the latents that previews show as black and white, because outliers would reduce the contrast.

@@ -1,5 +1,4 @@
-"""Blends: several data sets as one, mixed by weight. A YAML file or a text such as ``A:0.7,B:0.3`` lists the
-sources."""
+"""Blends: data sets mixed by weight. A YAML file or a text such as ``A:0.7,B:0.3`` lists them."""
 
 import os
 from collections import Counter

@@ -146,7 +146,7 @@ def takes_whole(tokens: int) -> str:
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
     """Return the rows to count, ascending int64. ``Description.counted_captions`` and ``most`` limit their number per
-    source. Limited rows are evenly spaced groups of adjacent rows, because adjacent rows are usually in one file."""
+    source. If limited, the rows are evenly spaced groups of adjacent rows, because those are usually in one file."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)

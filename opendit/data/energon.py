@@ -1,8 +1,8 @@
 """Read folders made by ``energon prepare``, without the package megatron-energon.
 
 ``.nv-meta/`` names the tars, the splits and the samples' fields. Every tar needs an index for these fields.
-``preprocess.py index`` writes the index next to the tar. Otherwise it is written once, to a cache folder on the local
-disk. In a cooked data set, the user's code makes each sample from a tar's members.
+``preprocess.py index`` writes the index next to the tar. A missing index is written once, to a cache folder on the
+local disk. In a cooked data set, the user's code makes each sample from a tar's members.
 """
 
 import importlib

@@ -399,8 +399,8 @@ _BLOCK = 4096
 def hash_files(paths: Sequence[str]) -> str:
     """Return a hash of the files' number, sizes and contents, in order, without their names.
 
-    To take about a second for any data, the hash covers evenly spaced samples: of more than 10,000 files, and of the
-    blocks in long files. An unreadable file counts as b""."""
+    Hashing takes about a second for any data: at most 10,000 evenly spaced files are read, and only evenly spaced
+    blocks of long files. An unreadable file counts as b""."""
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
     return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))

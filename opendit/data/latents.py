@@ -546,7 +546,7 @@ def arrays_of(
 
 def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Return the name of the latents' array, and of the mirror image's array if there is one. Raises ValueError if no
-    array has the shape, or if several have it but no name in ``_USUAL``."""
+    array has the shape, or if several have it and none has a name in ``_USUAL``."""
     stored = _stored_shape(form, shape)
     fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
     chosen = [name for name in _USUAL if name in fits][:1] or fits
@@ -560,8 +560,8 @@ def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...
 
 def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
     """Return a sample's mean and standard deviation, (F, 2C, [t,] h, w) fp32. F is 2 with a mirror image. foreign: see
-    ``ForeignTars``. Raises ValueError if an array is missing, not finite or of another shape; else as
-    :func:`arrays_of`."""
+    ``ForeignTars``. Raises the errors of :func:`arrays_of`, and ValueError if an array is missing, not finite or of
+    another shape."""
     names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
     arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
     views = []

@@ -109,12 +109,12 @@ class ReadAhead:
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
             self._results: Any = iter(loader)
-        # Restore the SIGCHLD handler, because torch's raises in any place when a worker dies, perhaps during a save.
-        # Here, the next ``__next__`` raises.
+        # Restore the SIGCHLD handler. When a worker dies, torch's handler raises anywhere in the main process, perhaps
+        # during a save. Here, the next ``__next__`` raises.
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # At exit, end the workers first. multiprocessing would send a signal that workers ignore, and wait forever.
+        # At exit, end the workers first. multiprocessing would send a signal that workers ignore, and wait.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:

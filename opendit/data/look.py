@@ -60,7 +60,7 @@ class BudgetFill:
     """Result of packing media into sequences of ``budget`` tokens."""
 
     budget: int
-    # Used fraction of the tokens. The emptiest sequence is excluded, because more media would fill it. None for one.
+    # Used fraction of the tokens, without the emptiest sequence: more media would fill it. None for one sequence.
     fill: float | None
     too_long: float  # fraction of media that are longer than a sequence and therefore left out
 

@@ -42,7 +42,6 @@ class Packer:
     """Fills ``count`` packs of ``capacity`` tokens so that packs are nearly full and have nearly equal costs.
 
     Samples are placed longest first, each into the cheapest pack with enough room (LPT, Graham 1969, with a capacity).
-    Samples are not exchanged afterwards.
 
     least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: the sample numbers in each
     pack."""
@@ -53,8 +52,7 @@ class Packer:
         self._room = [capacity] * count
         # Heap of (cost, pack) for packs that had room when last examined.
         self._open = [(0.0, pack) for pack in range(count)]
-        # Heap of (-room, cost, pack) for packs without room for a sample so far. A pack returns to ``_open`` when one
-        # fits.
+        # Heap of (-room, cost, pack) for packs that were too full. A pack returns to ``_open`` when a sample fits.
         self._shut: list[tuple[int, float, int]] = []
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
@@ -211,7 +209,7 @@ class PackSchedule(BatchSchedule):
         raise AssertionError("the last stage has no end")
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return {"fill": fraction of tokens without padding in the last step}, and "sources" for a blend."""
+        """Return {"fill": fraction of the last step's tokens that are not padding}, and "sources" for a blend."""
         tokens = int(self.tokens[self.rows(max(min(self._beginnings), step - 1))].sum(dtype=np.int64))
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
@@ -245,7 +243,7 @@ class PackSchedule(BatchSchedule):
 
     @property
     def fill(self) -> float:
-        """Fraction of tokens without padding in the first windows' packs."""
+        """Fraction of tokens in the first windows' packs that are not padding."""
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:

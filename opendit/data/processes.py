@@ -36,8 +36,8 @@ def leave_inherited_garbage() -> None:
 
 
 def end_with_parent() -> None:
-    """Make this process end with its parent, even if the parent is killed. The parent's main thread must have started
-    the child, because the Linux kernel watches only the starting thread. The kernel ends even a stopped or stuck
+    """Make this process end with its parent, even if the parent is killed. The parent must start this process from its
+    main thread, because the Linux kernel watches only the starting thread. The kernel ends even a stopped or stuck
     process. A thread covers processes from Python's fork server."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

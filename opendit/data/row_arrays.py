@@ -83,8 +83,8 @@ class Complement:
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
-        # For each excluded number, how many numbers remain below it. The n-th number comes after all excluded numbers
-        # with counts of at most n.
+        # For each excluded number, the count of remaining numbers below. The n-th remaining number is n plus how many
+        # counts are at most n.
         self._before = without - np.arange(len(without), dtype=without.dtype)
 
     def __len__(self) -> int:

@@ -106,10 +106,10 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 
 
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
-    """Return the index in ``table`` of each medium's shape, (n,) int16; -1 if no shape is possible. A shape is possible
-    if the medium has enough frames and is not enlarged by more than ``upscale``. The best shape has the largest area,
-    then the most frames, then the least cropping. sizes: (n, 3) frames, height and width. interval: distance in frames
-    between the frames to read."""
+    """Return each medium's index in ``table``, (n,) int16; -1 if no shape is possible. A shape is possible if the
+    medium has enough frames and is not enlarged by more than ``upscale``. The best shape has the largest area, then the
+    most frames, then the least cropping. sizes: (n, 3) frames, height and width. interval: distance in frames between
+    the frames to read."""
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
     for first in range(0, len(sizes), _ROWS):

@@ -1,8 +1,8 @@
 """Stable Diffusion's autoencoder, with the parameter names and the exact outputs of diffusers' ``AutoencoderKL``.
 
-This class replaces diffusers' class, because importing diffusers takes longer than importing torch. Pixels are
-(B, 3, H, W) and latents (B, C, h, w), where H = h * 2 ** (levels - 1). Paper: Rombach et al., "High-Resolution Image
-Synthesis with Latent Diffusion Models", CVPR 2022.
+This class replaces diffusers' class, because importing diffusers takes longer than importing torch. Pixels are (B, 3,
+H, W) and latents (B, C, h, w), where H = h * 2 ** (levels - 1). Paper: Rombach et al., "High-Resolution Image Synthesis
+with Latent Diffusion Models", CVPR 2022.
 """
 
 from collections.abc import Mapping

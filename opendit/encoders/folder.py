@@ -1,8 +1,8 @@
 """Read a pretrained model's untrusted folder in the format of diffusers or transformers, or download it from the hub.
 
-No code is run, and no pickles, adapters or quantised weights are loaded. A configuration that names code or other
-files (``auto_map``) is refused. It must fit the weights' header before a model is built. A download has a fixed commit
-and is then treated like any other folder.
+No code is run, and no pickles, adapters or quantised weights are loaded. A configuration that names code or other files
+(``auto_map``) is refused. A configuration must also match the weights' header before a model is built. A download has a
+fixed commit and is then treated like any other folder.
 """
 
 import math
@@ -104,7 +104,7 @@ def stored_bytes(folder: Path, stem: str, kind: str) -> int:
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if ``make()`` fails, or builds a model with more weights than ``shapes``. It runs on meta."""
+    """Raise ValueError if ``make()`` fails on the meta device, or builds a model with more weights than ``shapes``."""
     try:
         with on_meta():
             model = make()

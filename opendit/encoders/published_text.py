@@ -78,7 +78,7 @@ class Prompts:
     pooled_at: int = 1  # index of the pooled vector in the result
     # True if the result's second item is the mask (B, L). The item may be None if no token is padding.
     masked: bool = False
-    layers: int = 1  # number of encoder layers with concatenated outputs in a token
+    layers: int = 1  # a token is the concatenated output of this many encoder layers
     dropped: int = 0  # number of template tokens that are missing at the start of the result
     # function (pipeline, prompt) -> the text to tokenize, for example the prompt in a chat template
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt

@@ -31,7 +31,7 @@ from opendit.encoders.folder import (
     weight_shapes,
 )
 
-# Default number of pixels in one channel that the VAE processes at once: 32 pictures of 256x256. In half precision,
+# Default number of pixels, per channel, that the VAE processes at once: 32 pictures of 256x256. In half precision,
 # encoding them took 3.7 GiB and decoding 4.7 GiB. 64 pictures were not faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
 TILE = 512  # side of a tile in pixels; tiles of larger pictures overlap by a quarter
@@ -157,7 +157,7 @@ class Codec(ABC):
         """Decode latents (B, C, h, w) to pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
-        """Yield :meth:`decode`'s result in slices of as many samples as the codec processes at once."""
+        """Yield parts of :meth:`decode`'s result as soon as they are decoded."""
         yield self.decode(latents)
 
     def tiles(self, latents: Tensor) -> Tiles | None:
@@ -269,7 +269,7 @@ class FrozenVAE(Codec):
 
     @torch.no_grad()
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
-        """Yield the pixels of pictures or tiles, decoded in slices like :meth:`decode_in_slices` but without tiling."""
+        """Yield decoded pictures or tiles, like :meth:`decode_in_slices` but without tiling."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -358,7 +358,7 @@ def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
 
 
 class OneFrame(nn.Module):
-    """Wrapper for a video autoencoder (Qwen-Image) that encodes a picture as a clip of one frame."""
+    """Makes a video autoencoder (Qwen-Image) encode pictures, as clips of one frame."""
 
     def __init__(self, vae: Any):
         super().__init__()
@@ -372,8 +372,8 @@ class OneFrame(nn.Module):
 
 
 class Packed(nn.Module):
-    """Wrapper for FLUX.2's autoencoder that packs 2 x 2 latent values into the channels of one position. The codec
-    normalises packed latents with the autoencoder's batch norm statistics."""
+    """Packs FLUX.2's latents: 2 x 2 values become the channels of one position. The codec normalises packed latents by
+    the autoencoder's batch norm statistics."""
 
     def __init__(self, vae: Any):
         super().__init__()
@@ -526,7 +526,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
 
 
 def _stored_statistics(folder: Path, class_name: str, config: dict[str, Any]) -> dict[str, list[float]]:
-    """Read latents_mean and latents_std, or the batch norm statistics that give them, from a VAE's weights."""
+    """Return latents_mean and latents_std from a VAE's weights or, for FLUX.2, from its batch norm."""
     found: dict[str, Tensor] = {}
     for path in weight_files(folder, STEM):
         with open_safetensors(path) as file:

@@ -194,8 +194,7 @@ def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
 def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
     """Return the share of samples that are copies of training digits. A copy is closer to a training digit than nearly
     all held-out digits are (the quantile COPY_QUANTILE). nearest: the samples' distances (N, 1) to the nearest training
-    digit.
-    held_out: the held-out digits' distances (M, 1)."""
+    digit. held_out: the held-out digits' distances (M, 1)."""
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
 

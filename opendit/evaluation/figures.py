@@ -121,9 +121,8 @@ def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None
 def plan(
     asked: Sequence[str], layout: Layout, reference: Reference | None, captions: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the metrics to compute, and messages about metrics that have features but can't be computed. If ``asked``
-    is empty, the metrics are all that are possible. Otherwise, raises ValueError if a requested metric is
-    impossible."""
+    """Return (metrics to compute, messages about metrics that are left out). An empty ``asked`` means all possible
+    metrics. Otherwise, raises ValueError if a requested metric is impossible."""
     found, left_out = [], []
     for name in asked or METRICS:
         problem = _problem(name, layout, reference, captions)

@@ -260,8 +260,7 @@ SMOOTH = 50  # maximum number of points in a training loss curve
 @dataclass
 class PlottedRun:
     """A run's evaluation results (``figures``) and losses. loss: (step, training loss). held_out: (step, held-out
-    loss).
-    by_noise: (noise level sigma, held-out loss) in the last validation."""
+    loss). by_noise: (noise level sigma, held-out loss) in the last validation."""
 
     name: str
     figures: list[Measurement]

@@ -241,7 +241,7 @@ MOST_FILES = 10_000  # maximum number of files of a component
 
 
 def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
-    """Return metadata with a run's maximum number of caption tokens, and add a note, if it differs from the default in
+    """Return {CAPTION_LENGTH: count} and add a note if a run's number of caption tokens is not the default of
     diffusers' pipeline. Otherwise return {}."""
     text = None if weights.config is None else weights.config.text
     if text is None or text.max_tokens == family.text.tokens:
@@ -411,11 +411,11 @@ def export_lora(
     base: str | None,
     form: str = "diffusers",
 ) -> tuple[list[str], str]:
-    """Write a run's LoRA as one file. Return notes for the user, and the call by which diffusers reads the file, or "".
+    """Write a run's LoRA as one file. Return (notes for the user, diffusers call that reads the file or "").
 
-    base: the public model's folder; None: the folder that the checkpoint names. form: format of the keys, "diffusers",
-    "comfyui" or "kohya". Raises OSError if the file can't be written. Raises ValueError or FileNotFoundError if a file
-    is missing, or if ``ckpt`` is not a LoRA of a public model."""
+    base: the public model's folder; None means the folder that the checkpoint names. form: format of the keys,
+    "diffusers", "comfyui" or "kohya". Raises OSError if the file can't be written. Raises ValueError or
+    FileNotFoundError if a file is missing, or if ``ckpt`` is not a LoRA of a public model."""
     weights = pretrained.read_newest(ckpt)
     if "lora" not in weights.info:
         raise ValueError(f"{weights.path} holds a whole model, not what --lora trains; export it as diffusers")
