@@ -195,8 +195,8 @@ def _update_kernel(
     scalars[0] is 0.
 
     First moments are ``shift`` bytes after their addresses in the table, second moments ``shift`` + ``stride`` bytes.
-    MIXED: some tensors have no second moments. DIRECTED: True to update only these tensors, False to update only the
-    others. One kernel for both would spill registers.
+    MIXED: some tensors have no second moments. DIRECTED: True to update only these tensors, False to update all
+    remaining tensors. One kernel for both would spill registers.
     """
     block = first + tl.program_id(0)
     table += tl.load(blocks + 2 * block)

@@ -241,8 +241,8 @@ def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
 
 # -------------------------------------------------------------------------------------------- samples of unequal length
 
-# torch's varlen kernel leaves a run (see resolve_varlen) to a dense call if its segments have at least LONG tokens, or
-# if two or more segments have TOGETHER tokens in all. The dense kernel is then faster by a third to a half (H200).
+# torch's varlen kernel leaves a run (see resolve_varlen) to a dense call in two cases: a segment has at least LONG
+# tokens, or two or more segments have TOGETHER tokens in all. The dense kernel is then faster by a third to a half.
 LONG, TOGETHER = 1024, 4096
 
 

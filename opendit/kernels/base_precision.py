@@ -5,9 +5,9 @@
     nf4    16 levels, scaled by the largest absolute value of 64 neighbours in a row (Dettmers et al., "QLoRA", 2023,
            app. E)
 
-A row of a weight (out, in) is stored as a row of bytes: its codes, then its fp32 scales, each padded to a multiple of
-ROW bytes. FSDP2 shards weights by rows, so the stored bytes are sharded correctly, too. All other code sees a tensor
-(out, bytes / itemsize) of the run's precision. Copies, gathers and casts to this precision preserve the bytes.
+Each row of a weight (out, in) is stored as bytes: codes, then fp32 scales, both padded to a multiple of ROW bytes.
+FSDP2 shards by rows, so stored bytes are sharded correctly. All other code sees a tensor (out, bytes / itemsize) of the
+run's precision. Copies, gathers and casts to this precision preserve the bytes.
 
 Values don't depend on how ranks shard a weight. For fp8's scale, the ranks take the maximum over all ranks.
 """
@@ -26,7 +26,7 @@ from opendit.models.layers import Projection, StoredWeight, multiply
 
 ROW = 16  # alignment of every row, in bytes
 NEIGHBOURS = 64  # weights that share a scale in nf4
-STACKS = ("blocks.", "media_refiner.", "text_refiner.")  # modules whose linear layers are stored in fewer bits
+STACKS = ("blocks.", "media_refiner.", "text_refiner.")  # modules with linear layers to store in fewer bits
 # Levels of NF4, as in bitsandbytes: quantiles of the normal distribution, with -1, 0 and 1.
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

@@ -168,8 +168,8 @@ class Launch:
 # Kernel arguments that change with the batch. Triton must not specialise on them: more compilations would gain nothing.
 SIZES = ("rows", "length", "chunks_per_sample")
 
-# Number of programs to aim for: about 8 for each of the 132 multiprocessors of an H100 or H200. Fewer would leave
-# multiprocessors idle. More would cost more partial sums in the backward pass.
+# Number of programs to aim for: about 8 per multiprocessor of an H100 or H200. Fewer would leave multiprocessors idle.
+# More would cost more partial sums in the backward pass.
 PROGRAMS = 1024
 
 _forced: dict[str, Launch] = {}

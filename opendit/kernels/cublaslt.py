@@ -31,7 +31,7 @@ PROPOSALS = 16
 # of the copies. MOST_COPIES: their maximum number.
 COLD, MOST_COPIES = 192 << 20, 16
 TRIALS = 5
-GAIN = 0.98  # a proposal is used only if it takes less than this fraction of torch's time
+GAIN = 0.98  # a proposal must take less than this fraction of torch's time
 
 
 class Proposal(ctypes.Structure):
@@ -213,8 +213,8 @@ class FastestProducts:
         """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
         torchs: torch's call, with GELU if ``gelu`` is true. It computes the product if no proposal is faster or
-        allowed. Proposals are not allowed with gradients, under torch.compile, for unaligned operands, for dtypes other
-        than bf16 and fp16, and for new shapes during a CUDA graph capture.
+        allowed. Proposals need aligned operands in bf16 or fp16. They are not allowed with gradients, under
+        torch.compile, and for new shapes during a CUDA graph capture.
         """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):

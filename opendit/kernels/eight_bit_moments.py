@@ -29,8 +29,8 @@ ELEMENTS = 2**24  # minimum number of elements in a group of tensors
 def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
     """Return the levels of the codes, (256,) fp32 in ascending order. Without ``signed``, no level is negative.
 
-    The levels are 0, 1, and the midpoints of equal intervals in each of seven decades. With ``signed``, the negative
-    midpoints are included. Each decade has twice as many levels as the decade below.
+    The levels are 0, 1, and the midpoints of equal intervals in seven decades. With ``signed``, the negative midpoints
+    are included. Each decade has twice as many levels as the decade below.
     """
     found = [0.0, 1.0]
     for decade in range(7):

@@ -1,9 +1,9 @@
 """Attention by packages that need padded heads. FlashAttention 4 (flash-attn-4) pads only in its backward pass.
 
 At some head sizes, a package is correct only if heads are padded with zeros. Zeros don't change the result.
-FlashAttention 4 needs the padding only in its backward pass, but its autograd function can't pad there. So this module
-calls the package's forward pass without autograd, and a private function for the backward pass. Results are tested
-before a run uses a package (``attention.right_head_size``, ``attention.right_size``).
+FlashAttention 4 needs the padding only in the backward pass, but the package's autograd function can't pad there. So
+this module calls the package's forward pass without autograd, and a private function for the backward pass. Results are
+tested before a run uses a package (``attention.right_head_size``, ``attention.right_size``).
 """
 
 import functools

@@ -348,7 +348,7 @@ class KeptWeight:
 def keep_weights(model: nn.Module) -> int:
     """Cast and cache the weights of all projections that can run in float8. Return the cache's size in bytes.
 
-    Sampling calls a model a hundred times with the same weights. If a weight is changed or moved, its cached cast
+    Sampling calls a model a hundred times with constant weights. If a weight is changed or moved, its cached cast
     becomes invalid, and every product casts the weight again.
     """
     taken = 0

@@ -1,8 +1,8 @@
 """adaLN-Zero's residual connection: out = x + gate * (branch + bias).
 
 x and branch are (B, N, D), and gate (B, D); for the packed form see common.py. bias (D,), if any, is the bias of the
-branch's last linear layer. Adding it here costs no time, and its gradient needs no separate pass. The computation is
-fp32. The backward pass reads branch and dout once and writes dbranch once; dx equals dout:
+branch's last linear layer. Adding the bias here costs no time, and the bias's gradient needs no separate pass. The
+computation is fp32. The backward pass reads branch and dout once and writes dbranch once; dx equals dout:
 
     dbranch = gate * dout,  dgate = sum_N (branch + bias) * dout,  dbias = sum_B gate * sum_N dout
 """

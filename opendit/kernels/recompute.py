@@ -18,8 +18,8 @@ recompute these, too. The policies:
 To recompute complete blocks, with or without attention, see ``opendit.models.blocks.run_blocks``.
 
 Recomputing gives the same bits, with one exception: another kernel recomputes the LayerNorm's output of
-gate_residual_layernorm_modulate. On a GPU, this kernel may sum a row in another order, so that a value in half
-precision sometimes rounds to its neighbour.
+gate_residual_layernorm_modulate. On a GPU, the kernel may sum a row in another order. A value in half precision then
+sometimes rounds differently.
 """
 
 import functools
@@ -46,7 +46,7 @@ class Recomputed:
     the tensor for one use. The first ``take`` computes the tensor, and the last frees it. A second backward pass
     through the graph computes the tensor again.
 
-    result: the tensor between its first and its last use, else None.
+    result: the tensor between the first and the last use, else None.
     """
 
     def __init__(self, device: torch.device, make: Callable[..., Tensor], *inputs: "Tensor | Recomputed"):

@@ -316,8 +316,7 @@ def of_sample(ptr, sample, stride):
 @triton.jit
 def power_of_2(largest, TARGET: tl.constexpr):
     """Return the power of two that brings ``largest`` to [2^TARGET, 2^(TARGET + 1)), and its inverse. Multiplying by a
-    power of two doesn't round. The factor comes from exponent bits, so it is the same in every program and on every
-    device."""
+    power of two doesn't round. The factor comes from exponent bits, so all programs and devices get equal factors."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.maximum(exponent, TARGET + 1)  # keeps both powers normal numbers when ``largest`` is near zero
     factor = ((254 + TARGET - exponent) << 23).to(tl.float32, bitcast=True)

@@ -48,7 +48,7 @@ class TokenGrid:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
         rotary: Rotations, fp32: ([B,] N, d / 2, 2) if all heads share them. Otherwise (N, D / 2, 2) for the tokens and
             heads that this rank projects.
-        learned: Learned positions (1 or B, n, D) of this rank's tokens, if every block adds them.
+        learned: Learned positions (1 or B, n, D) of this rank's tokens, if every block adds positions.
         shards: Division of the sequence over ranks.
         packed: Segments of a pack, or the segments in this rank's range of tokens.
         streams: Each stream's token count. Except in packs, the sequence holds one stream after another.
@@ -396,7 +396,7 @@ class AxialAttention(Attention):
         normalised: bool = False,
     ) -> Tensor:
         frames = grid.sizes[0]
-        # the dimension of (B, H, T, S, d) that becomes part of the batch, and its size
+        # the dimension of (B, H, T, S, d) that is moved into the batch, and its size
         dim, count = (2, frames) if self.axis else (3, q.shape[2] // frames)
         parts = self.prepare(q, k, v, grid, ops, normalised)
         lines = (x.unflatten(2, (frames, -1)).movedim(dim, 1).flatten(0, 1) for x in parts)

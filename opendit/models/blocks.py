@@ -105,7 +105,7 @@ class BlockSpec:
         norm: Norm before every branch, "layer" (without weights) or "rms" (one weight per channel if ``norm_weight``).
         mlp: "gelu" (tanh approximation), "gelu_exact" or "swiglu".
         kv_heads: Number of heads of keys and values; None for ``heads``.
-        experts: Experts beside the MLP; None for no experts.
+        experts: Experts in addition to the MLP; None for no experts.
         options: Options that all architectures support.
         eps: Epsilon of the norms.
         norm_weight: True if RMS norms have weights.
@@ -192,7 +192,7 @@ class BlockSpec:
 
 class ResidualStream:
     """The residual stream x (B, N, D) of a block or of an uncut stack (see :func:`is_cut`). A branch's output is added
-    when x is read, so that a fused operation can compute the sum and the next norm in one pass.
+    only when x is read. So a fused operation can compute the sum and the next norm in one pass.
 
     Callers must not keep references to x and branch outputs, so that their memory is freed early. rows: see
     :func:`of_rows`. stack: False for a single block.

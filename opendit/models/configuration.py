@@ -20,7 +20,7 @@ from opendit.models.positions import rotary_shares
 #      before the first block. Files without a revision have revision 1.
 #   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
-# New runs use the newest revision. Checkpoints keep their revision, also when they are resumed or converted.
+# New runs use the newest revision. Checkpoints keep their revision when resumed or converted.
 REVISION = 2
 LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if set
 # fields that can change an architecture's default norm or MLP -> their allowed values

@@ -358,7 +358,7 @@ class DiT(nn.Module):
 
     def fill_tables(self, device: torch.device | None = None) -> None:
         """Compute the fixed position tables (1, N, D) on ``device``, or on their present device for None. Call this
-        after building a model on the meta device, and after loading a state dict, because its tables may differ."""
+        after building a model on the meta device, and after loading a state dict, because loaded tables may differ."""
         for name, (dim, sizes) in self.config.tables.items():
             module, _, attribute = name.rpartition(".")
             owner = self.get_submodule(module)

@@ -136,7 +136,7 @@ def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
 
 
 def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
-    """Return zeros of ``like``'s shape (B, N, D), with row i of weight * out (M, D) added to row ``row[i]`` of the
+    """Return a tensor of ``like``'s shape (B, N, D). Row i of weight * out (M, D) is added to row ``row[i]`` of the
     flattened result. Sums are accumulated in fp32 or wider; the result has the dtype of ``like``."""
     B, N, _ = like.shape
     return _AddRows.apply(out * weight.unsqueeze(-1), row, B * N).view(like.shape).to(like.dtype)

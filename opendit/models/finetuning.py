@@ -125,8 +125,8 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 
 def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
-    """Return the layer as a Projection. A layer of another class is first replaced in the model by a Projection with
-    the same parameters."""
+    """Return the layer as a Projection. A layer of another class is first replaced in the model by a Projection that
+    takes over the parameters."""
     if isinstance(layer, Projection):
         return layer
     with on_meta():

@@ -28,12 +28,12 @@ Value = TypeVar("Value")
 
 
 def canonical_name(name: str) -> str:
-    """Remove the parts of a parameter's name that wrappers such as LoRA and torch.compile insert."""
+    """Remove what wrappers such as LoRA and torch.compile insert in a parameter's name."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return True if a dotted name matches a pattern: ``*`` matches one part between dots, and ``**`` one or more."""
+    """Return True if a dotted name matches a pattern: ``*`` matches one name between dots, and ``**`` one or more."""
     return _expression(pattern).fullmatch(name) is not None
 
 

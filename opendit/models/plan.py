@@ -144,7 +144,7 @@ class FlopTerm:
     flops: Callable[[OwnConfig], int]
     # "block" for a layer in every block; otherwise the pipeline stages that compute the layer once
     place: Literal["block", "first", "last", "every"] = "block"
-    keys: Callable[[OwnConfig], int] | None = None  # for attention, keys per query, which determine the kernel's speed
+    keys: Callable[[OwnConfig], int] | None = None  # for attention, keys per query; they determine the kernel's speed
 
     @property
     def per_block(self) -> bool:
@@ -160,7 +160,7 @@ class Plan:
 
     Attributes:
         rules: Function from a configuration to pattern -> rule. Every parameter's name matches exactly one pattern:
-            ``*`` matches one part between dots, and ``**`` one or more. A pattern may match no parameter.
+            ``*`` matches one name between dots, and ``**`` one or more. A pattern may match no parameter.
         divisible: Function from a configuration to numbers that a parallel group's size must divide: group ("tp", "ep")
             -> description -> number. Missing groups are not supported.
         memory: Terms of the memory that a block keeps for the backward pass.
@@ -169,7 +169,7 @@ class Plan:
         stages: Points where a pipeline may cut the model.
         projections: Function from a configuration to pattern of modules -> operations (fields of BlockOps) with the
             module as their projection. Only these operations read the weights.
-        units: Patterns of modules that are shard units: each unit's parameters are gathered and freed together. The
+        units: Patterns of modules that are shard units: the parameters of a unit are gathered and freed at once. The
             remaining modules form one more unit. A block's modulation belongs to the block's unit, because a separate
             unit would make the backward pass wait for the block's reduction.
     """

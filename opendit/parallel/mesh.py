@@ -226,8 +226,8 @@ def init_mesh(
         dims: replaces all these sizes.
         group_of_one: True to make a process group for a single process, too. Engines need a process group.
 
-    Raises ValueError if this machine has more processes than GPUs, the number of processes does not fit the sizes, or
-    the environment variables do not let the processes meet.
+    Raises ValueError if this machine has more processes than GPUs, if their number does not fit the sizes, or if the
+    processes can't meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
@@ -383,7 +383,7 @@ def _why(error: Exception, place: Place) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence stderr in this context. If a port is taken, torch's C++ code prints a stack trace to stderr."""
+    """Silence stderr in this context. If a port is in use, torch's C++ code prints a stack trace to stderr."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

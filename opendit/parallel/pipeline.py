@@ -158,7 +158,7 @@ IN_FLIGHT = 2  # maximum number of unfinished sends of a channel
 
 
 class Links:
-    """Channels between this rank and its neighbours in a pipeline, in a circle if ``around``. Construct on all ranks.
+    """Channels to this rank's neighbours in a pipeline, in a circle if ``around``. Construct on all ranks.
 
     Two neighbours have separate process groups for activations and gradients. A group sends in one direction only,
     because a send and a receive in one group could deadlock on a GPU.

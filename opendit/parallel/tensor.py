@@ -1,8 +1,8 @@
 """Tensor parallelism: the ranks of the group ``tp`` divide every layer of a model; see docs/parallelism.md.
 
 This is Megatron-LM's division (Shoeybi et al. 2019) with sequence-sharded norms and residuals (Korthikanti et al.
-2022). Between layers, each of P ranks has 1 / P of the tokens. Inside a layer, each has 1 / P of the heads and of the
-MLP's width. Tokens are gathered before a column-parallel layer. Results of a row-parallel layer are reduce-scattered.
+2022). P ranks divide the tokens between layers, and the heads and the MLP's width inside a layer. Tokens are gathered
+before a column-parallel layer. Results of a row-parallel layer are reduce-scattered.
 
 All ranks of a group compute the same loss of the same samples. For divided parameters, a rank computes its slice's
 complete gradient. For replicated parameters, a rank computes one term of the gradient: from its tokens, or from its

@@ -21,7 +21,7 @@ class TextEmbedding:
     layers: Literal["linear", "norm", "mlp", "none"] = "linear"  # norm: RMSNorm, linear; mlp: linear, GELU, linear
     multiple: int = 1  # captions are padded with learned tokens to a multiple of this number
     pooled: int = 0  # width of the pooled vector; 0 for none
-    picture: int = 0  # width of a picture's tokens, which replace the pooled vector in a condition; 0 for none
+    picture: int = 0  # width of a picture's tokens, passed instead of a pooled vector; 0 for none
     masked: bool = False  # True if attention excludes the captions' padding in the joint sequence
 
 
@@ -258,12 +258,12 @@ class Family:
         shifted_end: True if the sampling times are evenly spaced down to the last trained time (shifted) instead of 0.
         karras: True if sampling uses the noise levels of Karras et al., from 80 to 0.002, instead of the folder's
             scheduler.
-        constants: Names of published tensors that are not weights. OpenDiT computes them and exports them unchanged.
+        constants: Names of published tensors that are not weights. OpenDiT computes and exports these.
         image_size: Default side in pixels, or (height, width).
         license: License of the published weights, as the hub spells it.
         license: License of the published weights, in the hub's spelling.
         original: Name of a layer in the authors' code -> the published layers that it joins (rows). LoRA files of
-            ComfyUI and kohya's trainers use the authors' names. ``*`` stands for a block's number. Layers that are
+            ComfyUI and kohya's trainers use the authors' names. ``*`` is replaced by a block's number. Layers that are
             missing here have the published name in both.
         exchanged: Layers of ``original`` with swapped halves of rows.
         comfyui: Naming scheme of ComfyUI's LoRA files: "original", or "published" with separate q, k and v.
@@ -271,7 +271,7 @@ class Family:
         architecture: Name of the model in the metadata of a LoRA file.
         variants: Models of other sizes.
         distilled: Default steps and guidance scale of folders with ``is_distilled`` in ``model_index.json``.
-        when: Values of ``config.json`` that distinguish the family from another family with the same network class.
+        when: Values of ``config.json`` that distinguish the family from another one with this network class.
         shift: Source of the shift of the sampling times: "scheduler" (the folder's), or "empirical" (FLUX.2's formula).
     """
 

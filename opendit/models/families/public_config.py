@@ -125,8 +125,8 @@ class PublicConfig(DiTConfig):
         if recompute not in ("none", BUT_ATTENTION) and not self.recompute:
             fix = f"use {BUT_ATTENTION} or --grad_checkpoint"
             raise ValueError(f"--recompute {recompute}: does not work with {self.family} models; {fix}")
-        # The inherited check for FP8 requires all biases. Public models need only the biases before GELU, which
-        # ``float8`` has checked.
+        # The inherited check for FP8 requires all biases. Public models need only the biases before GELU, and
+        # ``float8`` has checked these.
         super().check_speed(fp8 and not self.float8, recompute)
 
     @property
@@ -447,7 +447,7 @@ def _last(config: PublicConfig) -> int:
 def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     """Return the memory that a block keeps for the backward pass, averaged over the stack.
 
-    A block keeps its input and the results of its norms, projections, rotations, attention, activation and branches. In
+    A block keeps the input and the results of norms, projections, rotations, attention, activation and branches. In
     FP8, inputs of linear layers take half the memory, but weights and attention's output are kept in FP8, too. Branch
     outputs are needed only for gradients of gates and of norms after a branch.
     """

@@ -1,6 +1,7 @@
 """Wan 2.1 (Wan Team 2025) and Wan 2.2: video models with self-attention, then attention to the caption, in each block.
 
-- Wan 2.2 TI2V may be conditioned on the first frame: its latents replace the noise, and its tokens have time 0.
+- Wan 2.2 TI2V may be conditioned on the first frame: the frame's latents replace the noise, and the frame's tokens have
+  time 0.
 - Wan 2.2 A14B has two networks: one for times from a boundary on, and one for times below.
 - Image-to-video models (I2V) are always conditioned on the first frame, in additional input channels. The blocks of Wan
   2.1 I2V also attend to CLIP's tokens of the first frame.

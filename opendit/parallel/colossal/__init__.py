@@ -72,7 +72,7 @@ def _placeholder(name: str) -> type[Any]:
 def prepare() -> None:
     """Import Colossal-AI and apply the corrections that all plugins need. Further calls do nothing."""
     _import_colossalai()
-    # Gemini causes this warning, because it reads storage sizes with TypedStorage.
+    # Gemini reads storage sizes with TypedStorage, and so causes a warning.
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     from colossalai.zero.gemini import gemini_ddp
 

@@ -359,7 +359,7 @@ class _Idle:
 
 
 class _CpuAsCuda(CpuAccelerator):
-    """Accelerator for the CPU that is called "cuda", because Colossal-AI's ZeRO and Gemini require that name."""
+    """Accelerator for the CPU with the name "cuda", because Colossal-AI's ZeRO and Gemini require this name."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """Training engines: forward, backward, step, and the layout of their state. Each plugin has its engine in one file.
 
-Every plugin stores master weights, moments and EMA in the same form. Each rank has one fp32 shard of every parameter.
+All plugins store master weights, moments and EMA in one form. Each rank has one fp32 shard of every parameter.
 ``layout`` maps the shard to slices of the canonical tensor. So a checkpoint from one plugin can be loaded under another
 plugin and on another number of ranks.
 """
@@ -71,8 +71,8 @@ class Engine(ABC):
         skipped: number of skipped steps, 0-dim int64.
         skipped_in_a_row: number of skipped steps since the last step that was not skipped, 0-dim int64.
         shapes: canonical shape of every trained parameter.
-        parts: layout of this rank's parameters before the engine shards them. With tensor parallelism, these parameters
-            are slices of the canonical tensors.
+        parts: layout of this rank's parameters before sharding. With tensor parallelism, these parameters are slices of
+            the canonical tensors.
         shared: names of the parameters that all stages of a pipeline have.
         stored: layers with weights in the format of --base_precision, by weight name.
         muon: optimizer of the parameters that have only the first moment; None if AdamW updates all parameters.
