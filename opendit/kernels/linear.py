@@ -1,8 +1,7 @@
 """Products of linear layers: W's gradient by the faster product, LoRA's gradients, GELU in a product's epilogue.
 
 dW (out, in) is dy^T x, or the transpose of x^T dy. cuBLAS computes x^T dy faster if out < in, and dy^T x faster if out
-> in. For 32,768 rows in bf16 on an H200, in = 4608 and out = 1152, x^T dy and a transpose take 490 us, and dy^T x takes
-598 us.
+> in. For in = 4608, out = 1152 and 32,768 rows in bf16, x^T dy and a transpose take 490 us, and dy^T x 598 us (H200).
 """
 
 from typing import Any
@@ -133,8 +132,8 @@ def _takes(dy: Tensor, b: Tensor) -> bool:
 def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return dthin = scale * dy b (M, r) and db = scale * dy^T thin (O, r), in the dtypes of dy and b.
 
-    These are LoRA's gradients: y = x W^T + scale * thin b^T with thin = x a^T (M, r) and b (O, r). In half precision on
-    a GPU, one Triton kernel reads the large dy (M, O) only once, and sums in fp32 in a fixed order.
+    These are LoRA's gradients: y = x W^T + scale * thin b^T with thin = x a^T (M, r) and b (O, r). In half precision, a
+    Triton kernel reads the large dy (M, O) only once. The sums are fp32, in a fixed order.
     """
     if _takes(dy, b):
         return _gradients_op(dy, b, thin, scale)

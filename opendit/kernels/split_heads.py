@@ -142,7 +142,7 @@ def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tup
 
 
 def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Float8, Tensor | None]:
-    """Return dqkv (B, N, 3 D) in e5m2 from dq, dk, dv (B, H, N, d), and dbias (3 D,) or None, in dtype ``sums``."""
+    """Return dqkv (B, N, 3 D) in e5m2, and dbias (3 D,) in dtype ``sums``, or None. dq, dk, dv: (B, H, N, d)."""
     grads = _of_one_layout(dq, dk, dv)
     B, H, N, d = dq.shape
     dqkv = Float8.empty((B, N, 3 * H * d), fp8.E5M2, dq.device)

@@ -26,8 +26,8 @@ def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """Return x * (1 + scale) + shift, the affine part of adaLN, for x (B, N, D) and shift, scale (B, D).
-    sample_of_row: see :func:`over_rows`."""
+    """Return x * (1 + scale) + shift, adaLN's affine map, for x (B, N, D) and shift, scale (B, D). sample_of_row: see
+    :func:`over_rows`."""
     return x * (1 + over_rows(scale, sample_of_row)) + over_rows(shift, sample_of_row)
 
 
@@ -471,8 +471,8 @@ def modulation(
     """Build the module that maps a condition c (B, width) to ``chunks`` vectors, concatenated to (B, chunks * D). The
     caller must initialise the last layer to zero.
 
-    With ``options.adaln_lora`` block i's weight is a product B_i A_i with rank * (1 + chunks) * D values instead of
-    chunks * D * D. With ``options.shared_modulation`` block i adds this product to a modulation that all blocks share:
+    With ``options.adaln_lora``, block i's weight is a product B_i A_i. It has rank * (1 + chunks) * D values instead of
+    chunks * D * D. With ``options.shared_modulation``, block i adds this product to a modulation that all blocks share:
 
     m_i = M(SiLU(c)) + B_i A_i SiLU(c)
 
@@ -522,8 +522,8 @@ class SwiGlu(Mlp):
 
 
 class PatchEmbed(nn.Module):
-    """Embedding of patches. Maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row, and clips (B, C, T, H,
-    W) frame by frame.
+    """Embedding of patches. Maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row. Clips (B, C, T, H, W)
+    are embedded frame by frame.
 
     given: number of additional channels after ``in_channels``; zeros if the input lacks them. bottleneck: width of a
     first projection before the projection to D (JiT; Li & He 2025, sec. 4); None for a single projection.

@@ -8,9 +8,9 @@ Attention along time needs all frames of a position. P ranks can divide the grid
     by positions   all frames with S / P of the positions    attention along time needs no other rank
 
 An all-to-all changes the layout. The *home* layout is by frames, or by positions if that needs less padding. Norms,
-MLPs and cross-attention work in both layouts. Attention that needs the second, *away* layout exchanges its input before
-the projection to q, k, v, and its output afterwards. In the forward pass, a rank receives 2 (P - 1) / P^2 x N D numbers
-per block, for any number of heads.
+MLPs and cross-attention work in both layouts. For attention in the second, *away* layout, ranks exchange the input
+before the projection to q, k, v, and the output afterwards. In the forward pass, a rank receives 2 (P - 1) / P^2 x N D
+numbers per block, for any number of heads.
 
 If P does not divide the number of frames or positions, padding is appended. Padding is removed before attention along
 its axis. A frame or position of only padding attends to itself and is removed later, so its gradient is zero.

@@ -179,8 +179,8 @@ def make_plan(
     """Choose how ``ranks`` ranks divide sequences of ``shape``. kind: a strategy, or auto for the cheapest. groups:
     number of head groups for Ulysses; None to choose. hardware: None for H200s.
 
-    Raises ValueError if ``kind`` is unknown, if the model or its number of heads does not allow ``kind``, if ``groups``
-    does not divide a rank's heads, or if auto finds no strategy.
+    Raises ValueError for a ``kind`` that is unknown or does not suit the model, for ``groups`` that do not divide a
+    rank's heads, and if auto finds no strategy.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

@@ -14,7 +14,7 @@ matrix products:
 
 The backward pass of :class:`DirectFastSeq`:
 
-1. During attention, copy engines send this rank's input to all ranks again, unless it was kept.
+1. During attention, copy engines send this rank's input to all ranks again, unless ``keep_gathered``.
 2. This rank computes its terms of other ranks' input gradients, in the gradient buffer.
 3. After a barrier, copy engines bring each term to the input's owner, during the product for the weight's gradient.
 4. This rank computes the term for its input, and adds the terms that have arrived.

@@ -4,7 +4,7 @@ The products are x W^T and its gradients, in the dtype of the activations or in 
 determines what ranks send. A strategy determines when.
 
 The *packed* layout of q, k, v is (P, B, n, 3, h, d), for P ranks with n tokens each, and one rank's h = H / P heads.
-All-to-alls deliver this layout, and FastSeq's projections write it. With one sample, q, k and v are views of the packed
+All-to-alls deliver this layout. FastSeq's projections write it. With one sample, q, k and v are views of the packed
 tensor.
 """
 
@@ -34,7 +34,7 @@ class Products:
         return (weight if group is None else own_rows(weight, group),)
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
-        """Write sent W^T + bias to ``out``, which is contiguous and has one feature for each row of the factor."""
+        """Write sent W^T + bias to ``out``. ``out`` is contiguous and has one feature for each row of the factor."""
         linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, fl
     LayerNorm + modulate.
 
     In float8, one product reads the inputs of all ranks, so all ranks must use one scale. LayerNorm + modulate derives
-    the scale from the samples' modulation, which is equal on all ranks.
+    the scale from the samples' modulation, and all ranks have this modulation.
     """
     if not float8:
         given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)

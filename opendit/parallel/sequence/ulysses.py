@@ -318,7 +318,7 @@ class Layer:
 
     def gradients(self, dtype: torch.dtype, parts: int = 3) -> Tensor:
         """Return the complete gradient (B, n, parts * D) of q, k, v, with zeros for padding. The result is valid until
-        the next exchange. parts: 3 for q, k, v; 1 for a single tensor."""
+        the next exchange. parts: 3 for q, k, v, or 1 for a single tensor."""
         self._all_there()
         own = self.rows(Buffer.OUTPUT, parts, dtype).of[self.memory.group.rank].flatten(2)
         own[:, self.real(self.memory.group.rank) :].zero_()
