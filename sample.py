@@ -35,8 +35,8 @@ def main(argv: list[str]) -> None:
     """Draw samples with the given flags. After an error, ``Supervisor`` ends the program with a one-line message."""
     prepare_console()
     flags = read_flags(SampleConfig, argv)
-    stages = Stages("Python, flags")  # times of the stages, for --profile
-    # imported after the flags are checked, so that a wrong flag is reported without waiting for torch
+    stages = Stages("Python, flags")  # the stages' times, for --profile
+    # imported now, so that a wrong flag is reported without waiting for torch
     with stages("imports"), collection_paused():
         import torch
 
@@ -53,24 +53,23 @@ def main(argv: list[str]) -> None:
                 group_of_one=False,
             )
             if flags.profile and mesh.device.type == "cuda":
-                # wait for the device at the end of each stage, so that stages don't overlap
+                # stages must not overlap on the device
                 stages.wait = torch.cuda.synchronize
         with stages("flags and files: checked"):
-            # Read the checkpoint, its VAE and text encoder, and the conditions of all samples.
             run = load_run(flags, mesh, stages)
         with run.lock:
             output = open_output(run)
-            supervisor.started(())  # later errors are errors of the run, not of its flags
+            supervisor.started(())  # later errors are the run's, not the flags'
             draw(run, output)
 
 
 def draw(run: "SamplingRun", output: "SampleOutput") -> None:
-    """Draw the samples that are missing in ``output``. Replicas of the model divide the samples among them."""
+    """Draw the samples that ``output`` lacks. Replicas of the model divide them."""
     with output.missing_batches() as batches:
         for batch in batches:
             with run.stages("drawing"):
                 index, latents = draw_batch(run, batch)
-            batches.decode(index, latents)  # decoding overlaps with drawing the next batch; threads write the files
+            batches.decode(index, latents)  # runs while the next batch is drawn; threads write the files
 
 
 def draw_batch(run: "SamplingRun", batch: range) -> tuple["Tensor", "Tensor"]:

@@ -1,17 +1,17 @@
-"""Packaging of OpenDiT. Tested versions of everything below stand in constraints.txt."""
+"""Packaging of OpenDiT. constraints.txt lists tested versions of all dependencies."""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-REMOTE = ["fsspec", "aiohttp"]  # tars behind http:// and https://
+REMOTE = ["fsspec", "aiohttp"]  # for tars at http:// and https:// addresses
 COMPLETION = ["shtab>=1.7"]
-# The documentation as a site; mkdocs 2 has another format of plugins.
+# The documentation as a site. mkdocs 2 has another plugin format.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.30"]
-PAGE = ["gradio>=6"]  # which takes no pillow 13 yet
+PAGE = ["gradio>=6"]  # does not accept pillow 13 yet
 TEST = [
-    "basedpyright>=1.39",  # pyright with all that it runs; pyright's own package fetches it at its first start
+    "basedpyright>=1.39",  # pyright without downloads
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
@@ -25,7 +25,7 @@ TEST = [
     "braceexpand",
     *REMOTE,
     "s3fs",
-    "moto[s3]",  # an S3-compatible server, which is flask's
+    "moto[s3]",  # an S3-compatible server; needs flask
     "flask",
     "flask-cors",
     *COMPLETION,
@@ -36,11 +36,8 @@ SCRIPTS = ("train.py", "sample.py", "preprocess.py")
 
 
 class BuildWithScripts(build_py):
-    """Puts the programs of the root into the wheel as opendit/cli/scripts, where the command ``opendit`` finds them.
-
-    As modules of their own they would be installed as ``train`` and ``sample``, names that anybody's code may have. In
-    an editable installation the command takes them from the root.
-    """
+    """Puts the root's programs into the wheel as opendit/cli/scripts, for the command ``opendit``. Other packages may
+    have top-level modules called ``train`` and ``sample``. An editable installation runs the programs from the root."""
 
     def run(self):
         super().run()

@@ -21,7 +21,7 @@ from opendit.common.utils import collection_paused
 from opendit.config.command_line import read_flags
 from opendit.config.train import TrainConfig
 
-if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only after the flags have been read
+if TYPE_CHECKING:  # start() imports them after the flags have been read
     from pathlib import Path
 
     import torch
@@ -44,8 +44,8 @@ def train(run: Run) -> None:
         run.begin(step)
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
-            # The runner that build() chose runs EagerPasses (below) kernel by kernel, from CUDA graphs, or in pipeline
-            # stages (opendit/training/runners.py).
+            # The runner calls EagerPasses (below) kernel by kernel, from CUDA graphs, or in pipeline stages
+            # (opendit/training/runners.py).
             loss = run.runner.passes(micro_batches(run))
             run.interrupt.ask()  # before weights change, ask all ranks for signals and unreadable data
         run.result = result = run.engine.step()
@@ -56,7 +56,7 @@ def train(run: Run) -> None:
         run.done = step + 1
         stopping = run.interrupt.answer()
         due = run.due(stopping)  # waits for the device only if a check for skipped steps is due
-        measured = run.measure(due)  # held-out loss and quality of samples, if these are due
+        measured = run.measure(due)  # held-out loss and samples' quality, if due
         if due.log:
             run.log.write(run.done, lr, result, measured)
         if due.save:
@@ -68,7 +68,7 @@ def train(run: Run) -> None:
 
 
 def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
-    """Yield the micro-batches of the next step. Each is read when it is requested, while the device computes."""
+    """Yield the next step's micro-batches. Each is read on request, while the device computes."""
     for batch in run.batches.of_next_step():
         micro_batch = run.inputs.of(batch)
         run.count(batch, micro_batch)
@@ -79,8 +79,8 @@ def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
 class Inputs:
     """Converts a batch of the loader to a micro-batch: latents, noise, times and conditions.
 
-    All random numbers for a sample are keyed by (seed, step, index in the global batch). So they depend neither on the
-    number of ranks nor on resuming.
+    A sample's random numbers are keyed by (seed, step, index in the global batch). Neither the number of ranks nor
+    resuming changes them.
 
     Args:
         packing: how samples of different sizes are packed; None without ``--pack_tokens``.
@@ -131,7 +131,7 @@ class Inputs:
         return MicroBatch.of(x0, t, noise, condition, given, self.in_place, *more)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
-        """Return the latents x0, (B, C, ...) fp32, of samples x that have one shape."""
+        """Return the latents x0, (B, C, ...) fp32, of samples x with one shape."""
         from opendit.data.base import to_pixels
 
         return self.latents.of(to_pixels(x), step, index)
@@ -143,15 +143,14 @@ class Inputs:
         return normal(self.seed, step, index, Stream.NOISE, tuple(x0.shape[1:]))
 
     def condition(self, batch: Batch, index: Tensor) -> Condition:
-        """Return the classes or captions of the samples, with a random fraction replaced by the null condition."""
+        """Return the samples' classes or captions, a random fraction of them replaced by the null condition."""
         from opendit.diffusion.random import Stream, uniform
 
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
         return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
-        """Draw the conditioning frames; return their mask and latents, (B, 1 + C, T, H, W), or None without such
-        frames."""
+        """Draw the conditioning frames. Return their mask and latents, (B, 1 + C, T, H, W), or None."""
         from opendit.diffusion.random import draw_conditioning_frames
 
         return draw_conditioning_frames(self.given_frames, x0, self.seed, step, index)
@@ -162,8 +161,8 @@ class EagerPasses:
     """The passes of a micro-batch: noise the latents, run the network, compute the loss, run the backward pass.
 
     Args:
-        micro_batches: number of micro-batches in a step. The loss of a step is the mean of their losses.
-        after_forward: called when the forward pass is enqueued, but not when a CUDA graph replays the pass.
+        micro_batches: number of micro-batches in a step. A step's loss is the mean of their losses.
+        after_forward: called when the forward pass is enqueued, but not when a CUDA graph replays it.
     """
 
     engine: Engine
@@ -172,7 +171,7 @@ class EagerPasses:
     after_forward: Callable[[], None] = lambda: None
 
     def losses(self, batch: MicroBatch | PackedMicroBatch) -> Tensor:
-        """Return the loss of each sample, (B,) fp32."""
+        """Return the samples' losses, (B,) fp32."""
         from opendit.training.runners import TargetNetwork
 
         prepared = self.objective.prepare(batch.x0, batch.row_times, batch.noise)
@@ -184,11 +183,8 @@ class EagerPasses:
         return batch.losses(self.objective, output, prepared)
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's gradients.
-
-        Return the micro-batch's contribution to the step's loss, 0-dim, detached. last: True if the optimizer's step
-        follows.
-        """
+        """Add a micro-batch's gradients to the engine's. Return its contribution to the step's loss, 0-dim, detached.
+        last: True if the optimizer's step follows."""
         with self.engine.micro_batch(last=last):
             loss = batch.mean(self.losses(batch)) / self.micro_batches
             self.after_forward()
@@ -202,8 +198,7 @@ def start(flags: TrainConfig) -> Path | None:
     Raises:
         SystemExit: code 1 if a file could not be written; other codes come from ``Supervisor`` and ``dry_run``.
     """
-    # Imported here, so that a wrong flag is reported without waiting for torch. Imported objects are no garbage, so
-    # collection would only take time.
+    # Imported here, so that a wrong flag is reported without waiting for torch. Imported objects are no garbage.
     with collection_paused():
         from opendit.parallel.mesh import init_mesh
         from opendit.parallel.supervisor import Supervisor

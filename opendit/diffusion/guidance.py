@@ -22,7 +22,7 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
     """Convert a guidance scale of diffusers' pipeline (None: the family's default) to the scale of :func:`cfg_model`,
     where 1.0 means no guidance.
 
-    With ``guidance.formula`` "uncond", the scale is kept, but at least 1. With "cond", 1 is added: cond + g (cond -
+    With ``guidance.formula`` "uncond", the scales are equal, but at least 1. With "cond", 1 is added: cond + g (cond -
     uncond) equals uncond + (1 + g) (cond - uncond). With "embedded", the result is 1.0, because the network gets the
     scale as an input. Raises ValueError for a scale that is negative or not finite.
     """
@@ -35,8 +35,8 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
-    """Rescale the rows or patches of a guided prediction (B, C, ...) to the norms in the conditional prediction
-    ``cond``. parts: "row" (last dimension), "patch" (2 x 2 positions), or "" to return ``guided`` unchanged."""
+    """Rescale a guided prediction (B, C, ...) to the norms of the conditional prediction ``cond``. parts: "row" (last
+    dimension), "patch" (2 x 2 positions), or "" to return ``guided`` unchanged."""
     if parts == "row":
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     if parts == "patch":
@@ -58,15 +58,14 @@ def cfg_model(
     guided_channels: int | None = None,
     rescaled: str = "",
 ) -> Model:
-    """Return a model of (x, t) with guidance, uncond + scale * (cond - uncond), [G] eq. 6, and output of float32 at
-    least.
+    """Return a model of (x, t) with guidance: uncond + scale * (cond - uncond), [G] eq. 6, float32 at least.
 
     Args:
         model: ``model(x, t, y)``, called once per step with the conditional and the unconditional batch concatenated
-            (2B); without guidance (``scale`` 1.0) with the conditional batch (B) only.
+            (2B). Without guidance (``scale`` 1.0), it gets the conditional batch (B) only.
         y: (B, ...) the condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
         null_y: the null condition, with y's shape or a shape that expands to y's.
-        scale: a float, or a tensor (B, 1, ..., 1) with one scale per sample. With a tensor, both halves are always
+        scale: a float, or a tensor (B, 1, ..., 1) with a scale for each sample. With a tensor, both halves are always
             evaluated.
         guided_channels: number of leading channels that are guided; None for x's channels. Meta's DiT guides 3 of 4.
             Other channels, and a learned variance, come from the conditional prediction.
@@ -77,7 +76,7 @@ def cfg_model(
     if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
-        null: Any = null_y  # Any, because the type is y's
+        null: Any = null_y  # Any: the type is y's
         y_both = joined((y, null.expand_as(y)))
     except RuntimeError as e:
         raise ValueError(f"null_y {tuple(null_y.shape)} does not expand to y {tuple(y.shape)}") from e
@@ -97,8 +96,8 @@ def cfg_model(
     return guided
 
 
-# Levels that differ by less than this fraction count as equal, because users round them, such as 157.4 (DDPM's noisiest
-# timestep) to 157. Neighbouring levels of 1,000 timesteps differ by at least 0.5 %.
+# Levels that differ by a smaller fraction count as equal, because users round them, such as 157.4 (DDPM's noisiest
+# timestep) to 157. Neighbours among 1,000 timesteps differ by at least 0.5 %.
 SAME_LEVEL = 0.003
 
 
@@ -110,11 +109,13 @@ def is_within(interval: tuple[float, float], level: float) -> bool:
 @dataclass(frozen=True)
 class GuidedWithin:
     """A model of (x, t) that calls ``guided`` at noise levels low <= sigma <= high, and ``conditional`` elsewhere
-    ([I]). A level within 0.3 % of a bound counts as equal to the bound. Raises ValueError unless 0 <= low < high.
+    ([I]).
+
+    Levels within 0.3 % of a bound are included. Unlike in [I], so is the bound low: low = 0 includes the trajectory's
+    end. Raises ValueError unless 0 <= low < high.
 
     Samplers choose the model once per step, by the noise level at the step's start, as [I]'s code does. In a direct
-    call, ``noise_level`` maps the network's time (B,) to sigma (B,), and all samples must have one noise level. Unlike
-    in [I], the bound low is included, so that low = 0 includes the trajectory's end.
+    call, ``noise_level`` maps the network's time (B,) to sigma (B,), and all samples must have one noise level.
     """
 
     interval: tuple[float, float]

@@ -3,8 +3,8 @@
 A sample's random numbers are a pure function of ``(seed, step, index in the global batch, stream)``. So ranks that
 share a sample agree without communication, and a run resumes exactly on any number of GPUs.
 
-The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It runs in
-torch's int64 arithmetic, or as one kernel if available. CPU and GPU give equal bits.
+The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), in torch's
+int64 arithmetic or as one kernel. CPU and GPU give equal bits.
 """
 
 import math
@@ -26,7 +26,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 class Stream(IntEnum):
-    """Purposes of random numbers. Numbers of different streams are independent."""
+    """Purposes of random numbers. Different streams are independent."""
 
     TIMESTEP = 0
     NOISE = 1
@@ -51,7 +51,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tup
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
-        # int64 products wrap modulo 2^64, so they have the bits of unsigned products.
+        # int64 products wrap modulo 2^64, so they have the bits of unsigned products
         p0, p1 = c0 * _MUL[0], c2 * _MUL[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -64,8 +64,8 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tup
 
 
 def random_bits(seed: int, step: int, index: Tensor, stream: Stream, count: int) -> Tensor:
-    """Return uniform 32-bit integers, (B, count) int64, for the samples with indices ``index`` (B,) int64 in step
-    ``step``. A sample's bits don't depend on other samples."""
+    """Return uniform 32-bit integers, (B, count) int64, for the samples ``index`` (B,) int64 in step ``step``. A
+    sample's bits don't depend on other samples."""
     if index.is_cuda and kernels_available(index.device, torch.float32)[0]:
         return philox_bits(seed, step, index.long(), int(stream), count)
     block = torch.arange((count + 3) // 4, device=index.device)
@@ -93,8 +93,8 @@ def integers(seed: int, step: int, index: Tensor, stream: Stream, high: int) -> 
 
 
 def normal(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
-    """Return standard normal numbers, float32, shape (B, *shape), by the Box-Muller transform. The transform runs in
-    float64. Its last bits differ between processors, but rounding to float32 removes the difference."""
+    """Return standard normal numbers, float32, shape (B, *shape), by the Box-Muller transform in float64. The
+    transform's last bits differ between processors; rounding to float32 removes the difference."""
     count = math.prod(shape)
     u = uniform(seed, step, index, stream, (count + count % 2,))
     radius, angle = torch.sqrt(-2.0 * torch.log(u[:, 0::2])), 2.0 * math.pi * u[:, 1::2]
@@ -103,9 +103,8 @@ def normal(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int
 
 
 def initial_noise(seed: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Draw the noise at which sampling starts: (B, *shape) float32 standard normal on ``index``'s device. ``index``:
-    (B,) int64, indices of these samples among all samples of the job. A sample's noise depends only on ``seed`` and its
-    index, so a batch can be split in any way."""
+    """Draw the noise at which sampling starts: (B, *shape) float32 standard normal, on ``index``'s device. ``index``:
+    (B,) int64, the samples' indices in the job. A sample's noise depends only on ``seed`` and its index."""
     return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
 
 
@@ -114,14 +113,15 @@ def keyed_noise(seed: int, index: Tensor, shape: tuple[int, ...]) -> Callable[[i
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)
 
 
-# Fraction of clips without conditioning frames in the modes "first" and "prefix:K".
+# fraction of clips without conditioning frames in the modes "first" and "prefix:K"
 WITHOUT = 0.1
 
 
 def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
-    """Map ``u`` (B,), uniform in (0, 1), to each clip's number of conditioning frames, (B,) int64. "random": all
-    numbers from 0 to frames - 1 are equally likely. "first" and "prefix:K": 1 or K, at most frames - 1, but 0 with
-    probability ``WITHOUT``."""
+    """Map ``u`` (B,), uniform in (0, 1), to each clip's number of conditioning frames, (B,) int64.
+
+    "random": each number from 0 to frames - 1 is equally likely. "first" and "prefix:K": 1 or K, at most frames - 1,
+    but 0 with probability ``WITHOUT``."""
     count = parse_given(mode)
     if count is None:
         return (u * frames).long().clamp(max=frames - 1)
@@ -129,8 +129,8 @@ def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
 
 
 def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Return a training step's mask and conditioning frames, concatenated along the channels: (B, 1 + C, T, H, W), for
-    clean latents (B, C, T, H, W). Return None if ``mode`` is None."""
+    """Return a training step's mask and conditioning frames for clean latents (B, C, T, H, W); None if ``mode`` is
+    None. The result is concatenated along the channels: (B, 1 + C, T, H, W)."""
     if mode is None:
         return None
     return give(
@@ -141,8 +141,7 @@ def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step:
 def draw_route(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the results of :func:`draw_kept_tokens` (None from step ``route.until`` on) and of
-    :func:`draw_dropped`."""
+    """Return :func:`draw_kept_tokens` (None from step ``route.until`` on) and :func:`draw_dropped`."""
     sparse = route is not None and (route.until is None or step < route.until)
     kept = draw_kept_tokens(route if sparse else None, tokens, seed, step, index)
     return kept, draw_dropped(route, 0.0 if route is None else route.drop, seed, step, index)
@@ -156,13 +155,13 @@ def draw_kept_tokens(
     if route is None or tokens is None or route.share == 0:
         return None
     u = uniform(seed, step, index, Stream.ROUTE, (tokens,))
-    order = torch.sort(u, dim=1, stable=True).indices  # a stable sort breaks ties equally on every device
+    order = torch.sort(u, dim=1, stable=True).indices  # stable: breaks ties equally on every device
     return order[:, : route.kept(tokens)].sort(dim=1).values
 
 
 def draw_dropped(route: TokenRoute | None, share: float, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Draw (B,) bool: True, with probability ``share``, to replace a sample's tokens after a fused route by mask
-    tokens. Return None without a fused route."""
+    """Draw (B,) bool, True with probability ``share``: mask tokens replace the sample's tokens after a fused route.
+    Return None without a fused route."""
     if route is None or not route.fused:
         return None
     return uniform(seed, step, index, Stream.ROUTE_DROP) < share

@@ -1,9 +1,9 @@
 """Samplers, and the trajectories from noise to data that they follow.
 
 An objective's trajectory, such as ``DDPMTrajectory``, defines the meaning of the network's output. A sampler works with
-any trajectory that defines the method ``Sampler.needs``, such as ``denoise`` or ``slope``.
+any trajectory that has the method ``Sampler.needs``, such as ``denoise`` or ``slope``.
 
-To add a sampler, write a subclass of :class:`Sampler` here, give it a name in :data:`SAMPLERS`, and add the name to
+To add a sampler, write a subclass of :class:`Sampler` here, and give it a name in :data:`SAMPLERS`. Add the name to
 ``ALL_SAMPLERS`` in opendit/config/names.py.
 
     [D] Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models", 2022
@@ -36,8 +36,9 @@ class LinearForm(NamedTuple):
 
 class Trajectory(ABC):
     """A path from noise to data, with points 0 (noise) to ``steps`` (data). Step k leads from point k to point k + 1.
-    At point k, x is alpha x_0 + alpha levels[k] noise, where alpha is ``alphas[k]``. A model is called as ``model(x,
-    t)``, with x (B, C, ...) and the network's time t (B,)."""
+
+    At point k, x is alpha (x_0 + levels[k] noise), with alpha = alphas[k]. A model is called as ``model(x, t)``, with x
+    (B, C, ...) and the network's time t (B,)."""
 
     # (steps + 1,), or (steps,) if the last point is never evaluated; the unit depends on the class
     times: Sequence[float]
@@ -54,11 +55,11 @@ class Trajectory(ABC):
 
     @abstractmethod
     def points(self, x: Tensor) -> Tensor:
-        """Return a tensor (steps or steps + 1, B). Row k is the argument ``point`` of ``denoise`` and ``slope`` at
-        point k: timestep indices, noise levels or network times, depending on the class."""
+        """Return a tensor (steps or steps + 1, B): row k is the argument ``point`` at point k. It has timestep indices,
+        noise levels or network times, depending on the class."""
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype. ``point``: (B,), a row of
+        """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype. ``point``: (B,), from
         :meth:`points`. Raises ValueError if the model's output doesn't fit x."""
         raise NotImplementedError
 
@@ -74,11 +75,11 @@ class Trajectory(ABC):
         return 1.0
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """Return the result of ``denoise`` at point k as a weighted sum; None if it can't be written as one."""
+        """Return the weights of ``denoise`` at point k; None if it is no weighted sum."""
         return None
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        """Return the result of ``slope`` at point k as a weighted sum; None if it can't be written as one."""
+        """Return the weights of ``slope`` at point k; None if it is no weighted sum."""
         return None
 
 
@@ -98,8 +99,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Split a model's output for ``x`` (B, C, ...) into the prediction, in x's shape, and the variance output v, or
-    None without learned variance. Raises ValueError for an output of another shape."""
+    """Split a model's output for ``x`` (B, C, ...) into the prediction, in x's shape, and the variance output v or
+    None. Raises ValueError for an output of another shape."""
     channels = x.shape[1]
     if output.shape == x.shape:
         return output, None
@@ -112,8 +113,7 @@ def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def for_step(model: Model, level: float) -> Model:
-    """Return the model for a step from noise level ``level`` (sigma): ``model.at_level(level)`` if the method exists
-    (see ``opendit.diffusion.guidance.GuidedWithin``), otherwise ``model``."""
+    """Return the model for a step at noise level ``level`` (sigma): ``model.at_level(level)`` if possible."""
     choose = getattr(model, "at_level", None)
     return model if choose is None else choose(level)
 
@@ -128,13 +128,13 @@ class State(NamedTuple):
 
 
 class StepWeights(NamedTuple):
-    """A step as weighted sums. Kernels can compute it in one pass.
+    """A step as weighted sums. Kernels compute it in one pass.
 
-    The order of weights is: the state's fields, the model's outputs in this step's evaluations, the noise.
+    The weights' order is: the state's fields, the model's outputs in this step, the noise.
 
-    inputs: for each evaluation of the model, the weights of the state's fields and of earlier outputs. after: for each
-    field of the next state, the weights of all terms. noise: False if the step adds no noise and has no weight for it.
-    variance: (p, q) for a model with variance output v; the noise's weight in x is exp(p + q v).
+    inputs: for each evaluation, the weights of the state and of earlier outputs. after: for each field of the next
+    state, all weights. noise: False if the step adds no noise. variance: (p, q) for a model with variance output v; the
+    noise's weight in x is exp(p + q v).
     """
 
     inputs: tuple[tuple[float, ...], ...]
@@ -151,22 +151,22 @@ class Sampler(ABC):
             state = sampler.step(state, i)
         samples = state.x
 
-    ``step`` calls ``advance(model, state, inputs)``. The model may change between steps if guidance is limited to an
-    interval of noise levels (``model_at``). ``inputs`` are noise and rows of precomputed tables. ``advance`` never
-    reads a tensor on the host, so a CUDA graph can record it. A graph serves all steps with one model and with equal
-    inputs set to None. The caller must disable gradients.
+    ``step`` calls ``advance(model, state, inputs)``. With a guidance interval, the model differs between steps
+    (``model_at``). ``inputs`` are noise and rows of precomputed tables. ``advance`` never reads a tensor on the host,
+    so a CUDA graph can record it. One graph serves all steps with one model, if the inputs set to None are equal. The
+    caller must disable gradients.
 
     ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
     """
 
-    even_in_noise: ClassVar[bool] = False  # True if points should be evenly spaced in log(sigma / alpha)
-    # trajectory method that the sampler calls: slope, denoise, or a method that only some trajectories have
+    even_in_noise: ClassVar[bool] = False  # True for points evenly spaced in log(sigma / alpha)
+    # the trajectory's method that the sampler calls: slope, denoise, or a method of only some classes
     needs: ClassVar[str]
     trajectory: Any
 
     @classmethod
     def fits(cls, trajectory: type[Trajectory]) -> bool:
-        """Return True if trajectories of this class define the method that the sampler needs."""
+        """Return True if trajectories of this class have the method that the sampler needs."""
         defined = getattr(trajectory, cls.needs, None)
         return defined is not None and defined is not getattr(Trajectory, cls.needs, None)
 
@@ -195,16 +195,15 @@ class Sampler(ABC):
     @abstractmethod
     def inputs(self, i: int) -> NamedTuple:
         """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for inputs that the step lacks.
-        ``advance`` also accepts (B, 1, ..., 1) instead of a 0-dim tensor, for samples at different steps
-        (opendit.sampling.sampling_engine)."""
+        For samples at different steps, ``advance`` also accepts (B, 1, ..., 1) instead of 0-dim tensors."""
 
     @abstractmethod
     def advance(self, model: Model, state: Any, inputs: Any) -> NamedTuple:
         """Return the state after the step. Raise ValueError if the model's output doesn't fit x."""
 
     def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
-        """Return step i as weighted sums, in float64; None if the step can't be written as weighted sums.
-        learned_variance: True if the model also predicts a variance."""
+        """Return step i as weighted sums, in float64; None if this is impossible. learned_variance: True if the model
+        also predicts a variance."""
         return None
 
     def step(self, state: Any, i: int) -> NamedTuple:
@@ -218,13 +217,12 @@ class EulerInputs(NamedTuple):
     """Inputs of an Euler or Heun step besides x."""
 
     point: Tensor  # (B,)
-    length: Tensor  # (): time at the end of the step minus time at its start
-    end: Tensor | None = None  # (B,): point at the end of the step, if the slope is evaluated there
+    length: Tensor  # (): time at the step's end minus time at its start
+    end: Tensor | None = None  # (B,): point at the step's end, if its slope is evaluated
 
 
 class SlopeSampler(Sampler):
-    """Base class of samplers for dx/dtime = slope(x, time). A step moves x along one slope; subclasses choose the
-    slope."""
+    """Base class of samplers for dx/dtime = slope(x, time). A step moves x along a slope that subclasses choose."""
 
     needs = "slope"
 
@@ -261,9 +259,10 @@ class EulerSampler(SlopeSampler):
 
 
 class HeunSampler(SlopeSampler):
-    """Heun's method, [K] Algorithm 1: move x along the mean of two slopes, at the step's start and at the end of
-    Euler's step. The method is deterministic and of second order, with two evaluations per step. If the step's end has
-    no slope (EDM's sigma = 0), the step is Euler's."""
+    """Heun's method, [K] Algorithm 1: move x along the mean of two slopes, at the step's start and at Euler's end.
+
+    It is deterministic and of second order, with two evaluations per step. If the step's end has no slope (EDM's sigma
+    = 0), the step is Euler's."""
 
     def inputs(self, i: int) -> EulerInputs:
         end = self.points[i + 1] if self.trajectory.has_slope(i + 1) else None
@@ -304,9 +303,10 @@ class DDIMInputs(NamedTuple):
 
 
 class DDIMSampler(Sampler):
-    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A learned variance is ignored. ``eta`` = 0
-    is deterministic and never calls ``noise_fn``. ``eta`` = 1 has the variance beta-tilde of DDPM. Raises ValueError if
-    ``eta`` is outside [0, 1], or above 0 without ``noise_fn``."""
+    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A learned variance is ignored.
+
+    ``eta`` = 0 is deterministic and never calls ``noise_fn``. ``eta`` = 1 has DDPM's variance beta-tilde. Raises
+    ValueError if ``eta`` is outside [0, 1], or above 0 without ``noise_fn``."""
 
     needs = "predict"
 
@@ -323,7 +323,7 @@ class DDIMSampler(Sampler):
         for ac, after in zip(kept[:-1], kept[1:], strict=True):
             sigma = eta * math.sqrt((1 - after) / (1 - ac) * (1 - ac / after))
             self._keep.append(math.sqrt(after))
-            # Clamp at 0: where alphas_cumprod is close to 0, rounding could make the radicand negative.
+            # Near alphas_cumprod = 0, rounding could make the radicand negative.
             self._renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
             self._sigmas.append(sigma)
         self._tables = [self.table(values) for values in (self._keep, self._renoise, self._sigmas)]
@@ -351,13 +351,12 @@ class DDPMInputs(NamedTuple):
     """Inputs of a DDPM step besides x."""
 
     t: Tensor  # (B,) int64, indices of the schedule
-    noise: Tensor | None  # (B, C, ...); None in the last step, which adds no noise
+    noise: Tensor | None  # (B, C, ...); None in the last step
 
 
 class DDPMSampler(Sampler):
-    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean in the form of eq. 7. The variance
-    is the model's learned variance ([N] eq. 15), or else the posterior's beta-tilde. Raises ValueError without
-    ``noise_fn``."""
+    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean as in eq. 7. It needs ``noise_fn``.
+    The variance is the model's learned variance ([N] eq. 15), or else the posterior's beta-tilde."""
 
     needs = "predict"
 
@@ -388,7 +387,7 @@ class DDPMSampler(Sampler):
         if t == 0:
             return StepWeights(((1.0,),), (mean,))
         low, high = float(schedule.posterior_log_variance[t]), float(schedule.betas[t].log())
-        # The noise is weighted by exp(log variance / 2), so p and q are half the coefficients of the log variance.
+        # The noise's weight is exp(log variance / 2), so p and q are half the coefficients in the log variance.
         variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None
         return StepWeights(((1.0,),), ((*mean, math.exp(low / 2)),), True, variance)
 
@@ -399,8 +398,8 @@ class DDPMSampler(Sampler):
 class DPMSolverState(NamedTuple):
     """State of DPM-Solver++ between two steps."""
 
-    x: Tensor  # (B, C, ...) x divided by alpha: x_0 + level * noise
-    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
+    x: Tensor  # (B, C, ...) x / alpha = x_0 + level * noise
+    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros at first
 
 
 class DPMSolverInputs(NamedTuple):
@@ -410,16 +409,15 @@ class DPMSolverInputs(NamedTuple):
     alpha: Tensor | None  # (); None if alpha is 1 at all points
     keep: Tensor  # (): weight of x
     move: Tensor  # (): weight of the extrapolated x_0
-    # (): weight for the change of the predicted x_0 since the previous step
+    # (): weight of the change in the predicted x_0 since the previous step
     extrapolate: Tensor
 
 
 class DPMSolver2M(Sampler):
     """DPM-Solver++(2M), [D] Algorithm 2: deterministic, of second order, with one evaluation per step.
 
-    The state is x / alpha = x_0 + level * noise, with level = sigma / alpha. The paper's e^-h is then the level at the
-    step's end divided by the level at its start. With few steps, the schedule must be evenly spaced in log(sigma /
-    alpha).
+    The state is x / alpha = x_0 + level * noise, with level = sigma / alpha. So the paper's e^-h is the ratio of a
+    step's last level to its first. With few steps, the schedule must be evenly spaced in log(sigma / alpha).
     """
 
     needs = "denoise"
@@ -430,8 +428,7 @@ class DPMSolver2M(Sampler):
         sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             self._keep.append(after / sigma)
-            # Don't extrapolate in the first step (no previous prediction) or in a step to noise level 0 (log sigma is
-            # -inf).
+            # the first step has no previous prediction; a step to noise level 0 would extrapolate to log sigma = -inf
             ends = k == 0 or after == 0
             self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)
@@ -456,7 +453,7 @@ class DPMSolver2M(Sampler):
         if denoised is None:
             return None
         scale, keep, extrapolate = self.trajectory.input_scale(i), self._keep[i], self._extrapolate[i]
-        # weights of the state's x and of the model's output in the predicted x_0
+        # weights of the state's x and the model's output in the predicted x_0
         predicted = denoised.x * alpha, denoised.output
         move = (1 - keep) * (1 + extrapolate)
         x = keep + move * predicted[0], -(1 - keep) * extrapolate, move * predicted[1]
@@ -465,7 +462,7 @@ class DPMSolver2M(Sampler):
 
 # ------------------------------------------------------------------------------------------ UniPC
 
-# Upper bound of noise levels in UniPC. At t = 1, a flow has no signal, and lambda = -ln(level) would be -inf.
+# upper bound of UniPC's noise levels: at t = 1, a flow has no signal, and lambda = -ln(level) would be -inf
 HIGHEST_LEVEL = 1e6
 
 
@@ -473,8 +470,8 @@ class UniPCState(NamedTuple):
     """State of UniPC between two steps."""
 
     x: Tensor  # (B, C, ...) the predicted x before correction (the network's input)
-    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
-    earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros in the first two steps
+    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros at first
+    earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros at first
 
 
 class UniPCInputs(NamedTuple):
@@ -491,16 +488,16 @@ class UniPCInputs(NamedTuple):
 class UniPCSampler(Sampler):
     """Deterministic UniPC of order 2 with B(h) = e^h - 1 on predictions of x_0, for x = x_0 + time * slope.
 
-    Step k evaluates the network once, at the predicted x_k. With the result it corrects x_k (UniC-2), and from the
-    corrected x_k it predicts x_k+1 (UniP-2). The first step (no predecessor) and the last step (to lambda = inf) are of
-    order 1. This is diffusers' ``UniPCMultistepScheduler`` with ``solver_type`` bh2.
+    Step k evaluates the network once, at the predicted x_k. The result corrects x_k (UniC-2), and the corrected x_k
+    predicts x_k+1 (UniP-2). The first step (no predecessor) and the last step (to lambda = inf) are of order 1. This is
+    diffusers' ``UniPCMultistepScheduler`` with ``solver_type`` bh2.
 
     Let m_k be the x_0 predicted in step k. Then ([U] Section 3, in the form for predictions of x_0):
 
         predicted_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + 1/2 D_k-2)
         corrected_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + rho_0 D_k-2 + rho_1 (m_k - m_k-1))
 
-    where lambda = ln(alpha / sigma), h = lambda_k - lambda_k-1, r = (lambda_k-2 - lambda_k-1) / h and D_k-2 = (m_k-2 -
+    with lambda = ln(alpha / sigma), h = lambda_k - lambda_k-1, r = (lambda_k-2 - lambda_k-1) / h and D_k-2 = (m_k-2 -
     m_k-1) / r. So corrected_k is predicted_k plus differences of predictions, and the state needs no second x.
     """
 
@@ -535,7 +532,7 @@ class UniPCSampler(Sampler):
         scale = self._scale(k)
         if self._order(k) == 1:
             return scale / 2, -scale / 2, 0.0  # rho_1 = 1/2
-        # rho solves [1 1; r 1] rho = b, where b_m = m! phi_m+1(-h) (-h) / (e^-h - 1), with phi of [U].
+        # rho solves [1 1; r 1] rho = b, where b_m = m! phi_m+1(-h) (-h) / (e^-h - 1), with [U]'s phi.
         h, r = -self._length(k), self._ratio(k)
         growth = math.expm1(h)
         second = growth / h - 1
@@ -578,7 +575,7 @@ class UniPCSampler(Sampler):
         if slope is None:
             return None
         keep, now, before, earlier = self._weights[i]
-        # weights of x and of the model's output in the x_0 predicted in this step
+        # weights of x and the model's output in the x_0 predicted in this step
         of_x, of_output = 1 - time * slope.x, -time * slope.output
         x = keep + now * of_x, before, earlier, now * of_output
         after = x, (of_x, 0.0, 0.0, of_output), (0.0, 1.0, 0.0, 0.0)
@@ -611,10 +608,9 @@ def sample(
     """Sample data with sampler ``name``, starting from x at point 0 of the trajectory, and return the final x.
 
     Args:
-        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). The model returns the
+        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). It returns the
             objective's prediction, in any dtype.
-        x: (B, C, ...), the result of ``Trajectory.start``. The final x has this shape, in float32, or float64 if x is
-            float64.
+        x: (B, C, ...), the result of ``Trajectory.start``. The final x has this shape, in float32 or x's float64.
         noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ..., (B, C, ...).
         progress: wraps the sequence of steps, as ``tqdm.tqdm`` does.
         options: options of the sampler, such as DDIM's ``eta``.

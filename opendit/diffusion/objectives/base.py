@@ -16,8 +16,7 @@ from opendit.diffusion.samplers import SAMPLERS, LinearForm, Model, Trajectory, 
 
 
 class Prepared(NamedTuple):
-    """A micro-batch prepared for the network. The first dimension of all tensors is the batch, so a micro-batch can be
-    split.
+    """A micro-batch prepared for the network. The first dimension of all tensors is the batch.
 
     x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), or (B, 2) for MeanFlow, the network's time.
     context: further inputs of the loss, an objective's NamedTuple of tensors (B, ...).
@@ -36,9 +35,10 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """A training objective: what a network predicts, the loss, and the trajectory that samplers follow. name: name of
-    the objective's file. preview_sampler: sampler for previews with few steps. learn_sigma: True if the network also
-    predicts a variance, in C additional channels."""
+    """A training objective: what a network predicts, the loss, and the trajectory that samplers follow.
+
+    name: name of the objective's file. preview_sampler: sampler for previews with few steps. learn_sigma: True if the
+    network also predicts a variance, in C additional channels."""
 
     name: ClassVar[str]
     preview_sampler: ClassVar[str]
@@ -65,8 +65,8 @@ class Objective(ABC):
     asks_network: ClassVar[bool] = False  # True if ``complete`` calls the network
 
     def complete(self, prepared: Prepared, network: Any) -> Prepared:
-        """Return ``prepared`` with the final target, computed by the network if ``asks_network``. No gradients are
-        computed. network: see ``opendit.diffusion.objectives.meanflow.Network``."""
+        """Return ``prepared`` with the final target, without gradients, by the network if ``asks_network``. network:
+        see ``opendit.diffusion.objectives.meanflow.Network``."""
         return prepared
 
     @abstractmethod
@@ -75,11 +75,11 @@ class Objective(ABC):
 
     @abstractmethod
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
-        """Return the trajectory for ``steps`` sampling steps. ``even_in_noise``: space the points evenly in log(sigma /
+        """Return the trajectory for ``steps`` sampling steps. even_in_noise: space the points evenly in log(sigma /
         alpha), if the objective supports this."""
 
     def network(self, model: Model) -> Model:
-        """Convert the output of ``model(x, t)`` to the prediction that the trajectory expects; return the new model."""
+        """Return a model that converts the output of ``model(x, t)`` to the prediction that the trajectory expects."""
         return model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
@@ -88,8 +88,7 @@ class Objective(ABC):
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:
-        """Convert the network's time (B,) to the noise level sigma (B,), the ratio of noise to signal. Noise levels are
-        comparable across objectives."""
+        """Convert the network's time (B,) to the noise level sigma (B,), the ratio of noise to signal."""
 
     def sample(
         self,
@@ -102,7 +101,7 @@ class Objective(ABC):
         sampler: str | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
     ) -> Tensor:
-        """Draw samples (B, *shape) of ``model(x, t)`` by ``sampler`` (None: the first of ``samplers``), with all noise
+        """Draw samples (B, *shape) of ``model(x, t)`` by ``sampler``; None for the first of ``samplers``. All noise is
         keyed by ``seed`` and ``index`` (B,)."""
         name = self.choose(sampler)
         trajectory = self.trajectory(steps, SAMPLERS[name].even_in_noise)
@@ -112,7 +111,7 @@ class Objective(ABC):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Names of the samplers that work with the trajectory; the first is the default."""
+        """Names of the samplers that work with the trajectory, the default first."""
         default, trajectory = DESCRIPTIONS[self.name].sampler, type(self.for_tokens(1).trajectory(2))
         fitting = [name for name, sampler in SAMPLERS.items() if sampler.fits(trajectory)]
         return tuple(sorted(fitting, key=lambda name: name != default))
@@ -129,7 +128,7 @@ class Objective(ABC):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        """Settings that define what the network's input and output mean."""
+        """Settings that define the meaning of the network's input and output."""
         return {"objective": self.name}
 
 
@@ -170,9 +169,8 @@ def sample_latents(
 
     Args:
         y: the conditions of the B samples, on the model's device. null: the null condition, a batch of one.
-        index: (B,) int64, indices among all samples of the job. A sample's noise depends only on ``seed`` and its
-            index.
-        cfg_interval: range of noise levels (``Objective.noise_level``) in which guidance is applied; None: everywhere.
+        index: (B,) int64, the samples' indices in the job. A sample's noise depends only on ``seed`` and its index.
+        cfg_interval: range of noise levels (``Objective.noise_level``) with guidance; None: everywhere.
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
         forward: called as ``forward(x, t, y)`` instead of ``model``; for example the model's parallel wrapper.
     """
@@ -187,8 +185,7 @@ def sample_latents(
 def sample_in_batches(
     model: "DiT", y: "Condition", null: "Condition", index: Tensor, batch_size: int, **settings: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (index, latents) of up to ``batch_size`` samples; see :func:`sample_latents`. ``index`` may be on the
-    CPU."""
+    """Yield (index, latents) of up to ``batch_size`` samples, as :func:`sample_latents`. ``index`` may be on a CPU."""
     for first in range(0, len(index), batch_size):
         rows = slice(first, first + batch_size)
         yield index[rows], sample_latents(model, y[rows], null, index[rows].to(model.device), **settings)

@@ -6,9 +6,9 @@
     [B] Hoogeboom, Heek, Salimans, "simple diffusion", 2023
     [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
 
-The network predicts the noise eps. In C additional channels it predicts v, which interpolates the reverse step's log
+The network predicts the noise eps. In C additional channels it predicts v, to interpolate the reverse step's log
 variance between two bounds ([N]). With v-prediction, the velocity of [S] replaces eps. ``alphas_cumprod`` is the
-papers' bar-alpha. The schedule's tables are float64 on the CPU, and methods look up values in float32.
+papers' bar-alpha. The schedule's tables are float64 on the CPU. Methods read float32 values.
 """
 
 import functools
@@ -36,7 +36,7 @@ def linear_betas(T: int = 1000) -> Tensor:
 
 
 def space_timesteps(T: int, num_steps: int) -> list[int]:
-    """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, including both ends, rounded as in
+    """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, with both ends. They are rounded as in
     guided-diffusion and Meta's DiT. Raises ValueError unless 1 <= num_steps <= T."""
     if not 1 <= num_steps <= T:
         raise ValueError(f"the number of sampling steps must be from 1 to {T}, got {num_steps}")
@@ -55,17 +55,18 @@ class DDPM:
 
     betas: Tensor  # (n,) float64, like the next four tables
     alphas_cumprod: Tensor
-    posterior_mean_x0: Tensor  # weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), [H] eq. 7
-    posterior_mean_xt: Tensor  # weight of x_t in the same mean
+    posterior_mean_x0: Tensor  # weight of x_0 in the posterior mean, of q(x_{t-1} | x_t, x_0), [H] eq. 7
+    posterior_mean_xt: Tensor  # weight of x_t in the posterior mean
     posterior_log_variance: Tensor  # log of beta-tilde in [H] eq. 7; finite even at t = 0
-    timestep_map: Tensor  # (n,) int64: each step's timestep in the full schedule, on which the network was trained
+    timestep_map: Tensor  # (n,) int64: the steps' timesteps in the schedule of training
     _on_device: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
-        """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep. [B] eq. 4 uses d / 64
-        for pictures of d pixels per side. ``shift_times`` is the equivalent for flow. Raises ValueError if ``T`` <=
-        20."""
+        """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep. Raises ValueError if
+        ``T`` <= 20.
+
+        [B] eq. 4 uses d / 64 for pictures of d pixels per side. ``shift_times`` is the equivalent for flow."""
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
             return linear
@@ -86,8 +87,8 @@ class DDPM:
         alphas_cumprod = torch.cumprod(1 - betas, 0)
         previous = torch.cat((torch.ones_like(betas[:1]), alphas_cumprod[:-1]))
         variance = betas * (1 - previous) / (1 - alphas_cumprod)
-        # The posterior variance at t = 0 is 0 and has no log. Use the value at t = 1 instead, as the code of [N] does.
-        # A schedule of one step uses beta, the upper bound.
+        # At t = 0, the posterior variance is 0 and has no log. Use the value at t = 1, as [N]'s code does, or beta (the
+        # upper bound) in a schedule of one step.
         variance[0] = variance[1] if len(betas) > 1 else betas[0]
         return cls(
             betas=betas,
@@ -111,15 +112,15 @@ class DDPM:
         return self._keeping(torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu"))
 
     def respaced_by_noise(self, num_steps: int) -> "DDPM":
-        """Return this schedule at ``num_steps`` timesteps, including both ends, spaced as evenly as possible in
-        log(sigma / alpha). DPM-Solver needs this: in this variable, no step may be much longer than the one before (Lu
-        et al. 2022). Raises ValueError unless 1 <= num_steps <= n."""
+        """Return this schedule at ``num_steps`` timesteps, with both ends, evenly spaced in log(sigma / alpha) if
+        possible. DPM-Solver needs this spacing, in which no step is much longer than the one before (Lu et al. 2022).
+        Raises ValueError unless 1 <= num_steps <= n."""
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
         logs = torch.logit(self.alphas_cumprod)
         even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
         nearest = (even[:, None] - logs).abs().argmin(1)
-        # Near the data, several evenly spaced values may round to one timestep. Move duplicates to the next timesteps.
+        # Near the data, several values may round to one timestep. Move duplicates to the next timesteps.
         order = torch.arange(num_steps, device="cpu")
         distinct = (nearest - order).cummax(0).values + order
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
@@ -148,14 +149,13 @@ class DDPM:
                 "max_log_var": self.betas.log(),
                 "snr": ac / (1 - ac),
             }
-            # Autograd can't save inference tensors for backward, so leave inference mode.
+            # Autograd can't save inference tensors for backward.
             with torch.inference_mode(False):
                 self._on_device[device] = {k: v.to(device, torch.float32) for k, v in tables.items()}
                 self._on_device[device]["timestep_map"] = self.timestep_map.to(device)
         return self._on_device[device]
 
     def _at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
-        """Look up table ``name`` at ``t``. Return float32 (B, 1, ..., 1) with the rank of ``x``."""
         if t.dtype != torch.int64 or t.shape != x.shape[:1]:
             raise ValueError(f"t must be ({x.shape[0]},) int64, got {tuple(t.shape)} {t.dtype}")
         return self.tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
@@ -194,8 +194,8 @@ class DDPM:
         return mean, self._at("min_log_var", t, xt)
 
     def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
-        """Return the log variance for a variance output ``v`` ([N] eq. 15), in the shape of ``v``: log beta-tilde for v
-        = -1, log beta for v = 1."""
+        """Return the log variance for a variance output ``v`` of any shape: log beta-tilde at v = -1, log beta at v =
+        1. The formula is [N] eq. 15."""
         frac = (v + 1) / 2
         return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
 
@@ -204,9 +204,10 @@ class DDPM:
 
 
 class DDPMTrajectory(Trajectory):
-    """The trajectory over the timesteps of ``schedule``. A ``point`` (B,) int64 is an index in the schedule. The model
-    gets training timesteps, (B,) int64, and returns eps (B, C, ...), or eps and the variance output (B, 2C, ...).
-    ``clip_denoised``: clip x_0 to [-1, 1], for pixels."""
+    """The trajectory over the timesteps of ``schedule``. A ``point`` (B,) int64 is an index in the schedule.
+
+    The model gets training timesteps, (B,) int64. It returns eps (B, C, ...), or eps and the variance output (B, 2C,
+    ...). ``clip_denoised``: clip x_0 to [-1, 1], for pixels."""
 
     def __init__(self, schedule: DDPM, clip_denoised: bool = False):
         self.schedule, self.clip_denoised = schedule, clip_denoised
@@ -240,8 +241,8 @@ class DDPMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EpsModel:
-    """Convert ``model``, which predicts the velocity, to a model of eps in float32 at least. A variance output is
-    passed on. schedule: the full schedule."""
+    """Converts a velocity ``model`` to one of eps, float32 at least, by the full ``schedule``. It passes a variance
+    on."""
 
     model: Model
     schedule: DDPM
@@ -256,15 +257,15 @@ class EpsModel:
 
 
 SETTINGS = DESCRIPTIONS["ddpm"].settings
-PREDICTIONS = ("eps", "v")  # targets of the network: the noise, or the velocity
+PREDICTIONS = ("eps", "v")  # predictions of the network: the noise, or the velocity
 
 
 class DiffusionLoss(NamedTuple):
-    """The loss and its terms, one value per sample, each (B,) float32: ``loss = mse + vb``."""
+    """The loss and its terms, (B,) float32 each: ``loss = mse + vb``."""
 
     loss: Tensor
     mse: Tensor  # weighted if min_snr is set
-    vb: Tensor  # variational bound in bits per dimension; zero for a model without learned variance
+    vb: Tensor  # variational bound in bits per dimension; zero without learned variance
 
 
 def training_loss(
@@ -278,15 +279,15 @@ def training_loss(
     prediction: str = "eps",
     min_snr: float | None = None,
 ) -> DiffusionLoss:
-    """Return the loss of each sample, in float32, for the model's output at ``xt = q_sample(x0, t, noise)``. Raises
-    ValueError if the shapes don't match, or for an unknown ``prediction``.
+    """Return each sample's loss, in float32, for the model's output at ``xt = q_sample(x0, t, noise)``.
 
-    model_output: (B, C, ...) eps, for the simple loss ([H] eq. 14); or (B, 2C, ...) eps and the variance output, for
+    model_output: (B, C, ...) eps, for the simple loss ([H] eq. 14). Or (B, 2C, ...) eps and the variance output, for
     the hybrid loss ([N] eq. 16). prediction: "v" if the model predicts the velocity instead of eps. min_snr: gamma of
-    ``min_snr_weight``; None for weights of 1.
+    ``min_snr_weight``; None for weights of 1. Raises ValueError if the shapes don't match, or for an unknown
+    ``prediction``.
 
     In the hybrid loss, the variational bound trains only the variance, because the mean is detached. As in Meta's DiT,
-    the bound is in bits and averaged over dimensions. The random term at t has weight 1: 1000 (terms) times [N]'s
+    the bound is in bits, averaged over dimensions, and its term at the random t has weight 1: 1000 (terms) times [N]'s
     0.001.
     """
     if prediction not in PREDICTIONS:
@@ -308,9 +309,9 @@ def training_loss(
 
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Return weights (B,) float32 for the prediction's squared error, so that x_0's squared error has the weight
-    min(SNR, gamma) ([M] sec. 3.4). With SNR = alpha^2 / sigma^2, the error of eps is SNR times x_0's error, and the
-    velocity's error SNR + 1 times."""
+    """Return weights (B,) float32 for the prediction's squared error, with which x_0's error has weight min(SNR,
+    gamma). See [M] sec. 3.4. With SNR = alpha^2 / sigma^2, the squared error of eps is SNR times x_0's; the velocity's
+    is SNR + 1 times x_0's."""
     snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
@@ -329,8 +330,8 @@ def prepare(schedule: DDPM, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
 
 
 def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
-    """Return the variational bound's term at t in bits per dimension, (B,), [N] eq. 4 to 6: KL(q || p) for t > 0, and
-    -log p(x_0 | x_1) for t = 0."""
+    """Return the variational bound's term at t in bits per dimension, (B,), [N] eq. 4 to 6. It is KL(q || p) for t > 0,
+    and -log p(x_0 | x_1) for t = 0."""
     true_mean, true_log_variance = schedule.posterior(x0, xt, t)
     mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
     log_variance = schedule.learned_log_variance(v, t)
@@ -346,13 +347,13 @@ def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance
 
 
 def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Return -log of the normal distribution's mass on each element's bin x +- 1/255, in nats ([H] eq. 13). x, mean,
-    log_variance and the result have one shape. The outermost bins reach to infinity. As in Meta's DiT, these bins
-    (8-bit pixels scaled to [-1, 1]) also serve for latents."""
+    """Return -log of the normal distribution's mass on each element's bin x +- 1/255, in nats ([H] eq. 13).
+
+    All shapes are equal. The outermost bins reach to infinity. As in Meta's DiT, these bins (8-bit pixels scaled to
+    [-1, 1]) also serve for latents."""
     centered = x - mean
     first, last = x < -0.999, x > 0.999
-    # Evaluate every bin left of the mean, by symmetry. Right of the mean, the difference of the CDFs would lose all
-    # mass beyond 5.5 sigma in float32.
+    # By symmetry, evaluate every bin left of the mean. Right of it, the CDFs' difference would vanish beyond 5.5 sigma.
     left = torch.where(first, centered, torch.where(last, -centered, -centered.abs()))
     inv_std = torch.exp(-0.5 * log_variance)
     below = torch.where(first | last, 0.0, _normal_cdf(inv_std * (left - 1 / 255)))
@@ -377,9 +378,10 @@ def _shifted(shift: float) -> DDPM:
 
 @dataclass(frozen=True)
 class DDPMObjective(Objective):
-    """Noise prediction with learned variance over 1,000 steps, as in the DiT paper. prediction: "eps", or "v" to
-    predict the velocity. min_snr: gamma of ``min_snr_weight``; None for weights of 1. shift: factor for the noise level
-    of every timestep, in training and sampling."""
+    """Noise prediction with learned variance over 1,000 steps, as in the DiT paper.
+
+    prediction: "eps", or "v" to predict the velocity. min_snr: gamma of ``min_snr_weight``; None for weights of 1.
+    shift: factor for every timestep's noise level, in training and sampling."""
 
     name: ClassVar[str] = "ddpm"
     preview_sampler: ClassVar[str] = "ddim"
@@ -432,12 +434,12 @@ class DDPMObjective(Objective):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        # A shift changes the noise level of each timestep, and so the meaning of the network's input.
+        # A shift changes the timesteps' noise levels, and so the meaning of the network's input.
         shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the name and the settings that differ from their defaults, as in older checkpoints."""
+        """Return the name, and all settings that differ from their defaults."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
 

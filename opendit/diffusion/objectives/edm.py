@@ -2,9 +2,9 @@
 
     [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models", 2022
 
-x = x_0 + sigma noise, and the denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) ([K] eq. 7 and table 1),
-where F is the network. [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all noise levels of sampling, but timestep
-embeddings are designed for a span of 1000. Therefore the network gets 1000 c_noise, from -1554 to 1095.
+x = x_0 + sigma noise. The denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise), with the network F ([K] eq. 7
+and table 1). [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all noise levels of sampling, but timestep embeddings
+are designed for a span of 1000. Therefore the network gets 1000 c_noise, from -1554 to 1095.
 """
 
 import math
@@ -48,8 +48,8 @@ def sigmas_of(timestep: Tensor) -> Tensor:
 
 
 def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
-    """Return D(x; sigma) of [K] eq. 7, like x (B, C, ...), float32 at least; sigma is (B,). ``model`` is the network F,
-    called with c_in x and 1000 c_noise (B,). Raises ValueError if its output differs from x in shape."""
+    """Return D(x; sigma), [K] eq. 7, for x (B, C, ...) and sigma (B,), in x's shape, float32 at least. ``model`` is the
+    network F, called with c_in x and 1000 c_noise (B,). Raises ValueError if its output has another shape."""
     scale = torch.rsqrt(sigma**2 + sigma_data**2)
     skip, out = (sigma_data * scale) ** 2, sigma * sigma_data * scale
     output = model(as_rows(scale, x) * x, network_times(sigma).to(x.dtype))
@@ -69,8 +69,8 @@ def _checked(output: Tensor, x: Tensor) -> Tensor:
 
 
 class EDMTrajectory(Trajectory):
-    """The trajectory over the noise levels ``sigmas``, (n + 1,), descending; see ``karras_sigmas``. The model is F, as
-    in the function ``denoise``. A ``point`` is the noise level sigma, (B,), in x's dtype."""
+    """The trajectory over the noise levels ``sigmas``, (n + 1,), descending; see ``karras_sigmas``. The model is the
+    network F of ``denoise``. A ``point`` is the noise level sigma, (B,), in x's dtype."""
 
     def __init__(self, sigmas: Tensor, sigma_data: float):
         self.sigma_data = sigma_data
@@ -108,8 +108,7 @@ class EDMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EDMObjective(Objective):
-    """EDM. mean, std: mean and standard deviation of ln(sigma) in training. sigma_data: the data's standard
-    deviation."""
+    """EDM. mean, std: of ln(sigma) in training. sigma_data: the data's standard deviation."""
 
     name: ClassVar[str] = "edm"
     preview_sampler: ClassVar[str] = "heun"
@@ -127,9 +126,10 @@ class EDMObjective(Objective):
         return log_normal_sigmas(u, self.mean, self.std)
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F; ``t`` is sigma. To avoid
-        cancellation at small sigma, the target (x_0 - c_skip x) / c_out ([K] eq. 8) is computed as c_in (sigma x_0 /
-        sigma_data - sigma_data noise)."""
+        """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F. ``t`` is sigma.
+
+        To avoid cancellation at small sigma, the target (x_0 - c_skip x) / c_out ([K] eq. 8) is computed as c_in (sigma
+        x_0 / sigma_data - sigma_data noise)."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(t.shape)} don't fit")
         x0, noise, sigma = at_least_float32(x0), at_least_float32(noise), t

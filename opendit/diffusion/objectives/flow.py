@@ -8,12 +8,10 @@
     [J] Li, He, "Back to Basics: Let Denoising Generative Models Denoise" (JiT), 2025
 
 x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predicts the velocity dx_t/dt = noise - x_0
-([E] eq. 13 and the text below it). The network's time is 1000 t, because timestep embeddings are designed for this
-range.
+([E] eq. 13). The network's time is 1000 t, the range of timestep embeddings.
 
 The squared error of the implied x_0 has the weight 1/t^2. With eps-prediction, the weight is the signal-to-noise ratio:
-close to 0 at high noise. So flow learns much sooner what the high-noise steps determine. In clips, this is even the
-subject (docs/log/2026-11-21-moving-digits-objective.md).
+close to 0 at high noise. So flow learns much sooner what high-noise steps determine, such as a clip's subject.
 
 With ``prediction`` "x", the network predicts x_0. The network may then be narrower than the number of values in a patch
 ([J] sec. 3). The loss is the squared error of the velocity (x_t - x_0) / t, with t clamped to at least LEAST_TIME ([J]
@@ -40,7 +38,7 @@ SETTINGS = DESCRIPTIONS["flow"].settings
 PREDICTED = SETTINGS["prediction"].bounds["choices"]
 TIME_SCALE = 1000.0  # the network's time at t = 1
 LEAST_TIME = 0.05  # lower bound of t in the velocity (x_t - x_0) / t
-EMPIRICAL_STEPS = 50  # default number of steps of FLUX.2's pipelines
+EMPIRICAL_STEPS = 50  # default number of steps in FLUX.2's pipelines
 MOST_GROWTH = 50.0  # limit of |ln(shift)| from ``shift_growth``, far beyond practical values
 
 
@@ -54,7 +52,7 @@ def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
 
 
 def mode_times(u: Tensor, scale: float = 1.29) -> Tensor:
-    """Map uniform u to times by mode sampling ([E] eq. 20). The density peaks in the middle and stays above 0 at both
+    """Map uniform u to times by mode sampling ([E] eq. 20). The density peaks in the middle, and is above 0 at both
     ends."""
     return 1 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
 
@@ -63,8 +61,8 @@ TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "
 
 
 def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
-    """Shift times towards the noise; a shift of 1 changes nothing. In [E] eq. 23, ``shift`` is sqrt(m / n) for pictures
-    that grow from n to m pixels."""
+    """Shift times towards the noise; a shift of 1 changes nothing. In [E] eq. 23, pictures that grow from n to m pixels
+    get the shift sqrt(m / n)."""
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -80,9 +78,10 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 
 
 def empirical_shift(tokens: int, steps: int) -> float:
-    """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``). For 10 and for 200 steps, ln(shift) is linear
-    in the number of tokens; for other numbers of steps it is interpolated. Above 4300 tokens, the shift for 200 steps
-    is used."""
+    """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``).
+
+    At 10 and at 200 steps, ln(shift) is linear in the number of tokens. It is linear in the number of steps, but above
+    4300 tokens it stays at the value for 200 steps."""
     most = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return math.exp(most)
@@ -125,9 +124,10 @@ def network_times(t: Tensor) -> Tensor:
 
 
 def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None, shifted_end: bool = False) -> Tensor:
-    """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64. terminal: for two
-    or more steps, stretch the times so that the last nonzero time is ``terminal`` (Qwen-Image, LTX). shifted_end:
-    before the shift, space the nonzero times evenly from 1 to shift_times(1/1000) (Stable Diffusion 3)."""
+    """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64.
+
+    terminal: from two steps on, stretch the times so that the last nonzero time is ``terminal`` (Qwen-Image, LTX).
+    shifted_end: before the shift, space the nonzero times evenly from 1 to shift_times(1/1000) (Stable Diffusion 3)."""
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     if shifted_end:
         last = shift / (TIME_SCALE + shift - 1)
@@ -142,11 +142,11 @@ def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None
 def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the times of diffusers' UniPC for flows, and the network's times, each (``steps`` + 1,) float64.
 
-    Times are spaced evenly from 1 to 1/1000 and shifted. The last time is replaced by 0. The first is replaced by 1 -
-    1e-6, for a finite lambda = ln((1 - t) / t). Times are rounded to float32, as in diffusers. The network's times are
-    1000 t, rounded down to integers.
+    Times are spaced evenly from 1 to 1/1000 and shifted. The first is replaced by 1 - 1e-6, so that lambda = ln((1 - t)
+    / t) is finite, and the last by 0. All are rounded to float32. The network's times are 1000 t, rounded down to
+    integers.
     """
-    # same order of operations as numpy.linspace, for equal rounding
+    # in numpy.linspace's order of operations, for equal rounding
     t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1
     t = shift_times(t, shift)
     t[0] = 1 - 1e-6
@@ -155,14 +155,14 @@ def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def noise_level(t: float) -> float:
-    """Return the noise level sigma, the ratio of noise to signal in x_t. It is infinite at t = 1, without signal."""
+    """Return the noise level sigma, the ratio of noise to signal in x_t. It is infinite at t = 1."""
     return t / (1 - t) if t < 1 else math.inf
 
 
 class FlowTrajectory(Trajectory):
-    """The trajectory of rectified flow over ``times``, (n + 1,), descending. x at time 1 is noise times
-    ``noise_scale``. A ``point`` is the network's time, (B,) float32: 1000 t, or the value in ``network_times`` (n +
-    1,). The model returns the velocity dx/dt, (B, C, ...), or x_0 with ``predicts_x``."""
+    """The trajectory of rectified flow over ``times``, (n + 1,), descending. x at time 1 is ``noise_scale`` times
+    noise. A ``point`` is the network's time, (B,) float32: 1000 t, or from ``network_times`` (n + 1,). The model
+    returns the velocity dx/dt, (B, C, ...), or x_0 with ``predicts_x``."""
 
     def __init__(
         self,
@@ -196,8 +196,8 @@ class FlowTrajectory(Trajectory):
 
 
 class SigmaTrajectory(FlowTrajectory):
-    """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. x equals (1 + sigma) times the flow's
-    x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), descending, all above 0."""
+    """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. sigmas: (n + 1,), descending, above
+    0. x equals (1 + sigma) times the flow's x_t at t = sigma / (1 + sigma)."""
 
     def __init__(self, sigmas: Tensor):
         super().__init__(sigmas / (1 + sigmas))
@@ -227,7 +227,7 @@ class FlowObjective(Objective):
         times_are: distribution of training times; ``mean`` and ``std`` are parameters of logit_normal.
         prediction: the network's output: "v" for the velocity, "x" for x_0.
         noise_scale: s in x_t = (1 - t) x_0 + t s noise.
-        min_snr: gamma of [H]. Squared errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.
+        min_snr: gamma of [H]. Squared errors of x_0 get the weight min(SNR, gamma) instead of 1 / t^2.
         contrast: weight of the term in [C] eq. 6; it increases the distance to another sample's velocity.
         shift_tokens: samples of m tokens get shift * sqrt(m / shift_tokens) ([E] eq. 23), so clips get more noise than
             pictures. None: one shift for all samples.
@@ -326,7 +326,7 @@ class FlowObjective(Objective):
         return empirical_shift(self.empirical_tokens, steps) if self.empirical_tokens else self.shift
 
     def _times(self, u: Tensor, shift: float | Tensor) -> Tensor:
-        """Map u in (0, 1) to shifted times. First rescale u, so that all times lie between ``least`` and ``most``."""
+        """Map u in (0, 1) to shifted times between ``least`` and ``most``."""
         made = TIME_SAMPLING[self.times_are]
         if self.times_are == "logit_normal":
             made = partial(logit_normal_times, mean=self.mean, std=self.std)
@@ -341,7 +341,7 @@ class FlowObjective(Objective):
 
     @property
     def share(self) -> float:
-        """Fraction of training times between ``least`` and ``most`` without these limits."""
+        """Fraction of the training times that would lie between ``least`` and ``most`` without these limits."""
         whole, ends = replace(self, least=None, most=None), (self.least or 0.0, 1.0 if self.most is None else self.most)
         low, high = share_below(whole.times_at, torch.tensor(ends, dtype=torch.float64)).tolist()
         return abs(high - low)
@@ -368,11 +368,11 @@ class FlowObjective(Objective):
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        # ``of_x`` is the weight for x_0's squared error (t^2 times the velocity's squared error).
+        # x_0's squared error, with the weight of_x, is t^2 times the velocity's squared error.
         return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample. Before weighting,
+        """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample. Before the weighting,
         ``contrast`` times the mean squared error against ``other`` is subtracted."""
         target, weight, *others = prepared.context
         if output.shape != target.shape:
@@ -420,7 +420,7 @@ class PublishedSchedule(NamedTuple):
     sampler: str
 
 
-# Settings for which only one value is supported, the default in diffusers 0.42.1.
+# Settings with only one supported value, the default in diffusers 0.42.1.
 ALWAYS = {"num_train_timesteps": 1000}
 CURVES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
 EULER_ONLY = {**ALWAYS, **CURVES, "invert_sigmas": False, "stochastic_sampling": False}
@@ -494,7 +494,7 @@ def _euler(config: Mapping[str, Any]) -> PublishedSchedule:
         return PublishedSchedule(FlowObjective(_shift(config, "shift"), **common), "euler")
     if (law := config.get("time_shift_type", "exponential")) != "exponential":
         raise ValueError(f"time_shift_type {law!r}: not supported; give 'exponential'")
-    # mu is linear in the number of tokens, as in calculate_shift of the pipelines. The shift is e^mu.
+    # mu is linear in the number of tokens, as in the pipelines' calculate_shift. The shift is e^mu.
     least, most = (_number(config, key, mu) for key, mu in (("base_shift", 0.5), ("max_shift", 1.15)))
     for key, mu in (("base_shift", least), ("max_shift", most)):
         if abs(mu) > 10:

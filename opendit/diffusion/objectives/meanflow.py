@@ -6,7 +6,7 @@
 x_t = (1 - t) x_0 + t noise as in ``flow``, and the velocity is v = noise - x_0. The network predicts u(x_t, r, t), the
 mean velocity from r to t on the path through x_t: x_r = x_t - (t - r) u. The mean velocity satisfies ([M] eq. 6)
 
-    u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t.
+    u = v - (t - r) du/dt, with du/dt along the path = v . grad_x u + the partial derivative by t.
 
 The right side, without a gradient, is the training target of u. In du/dt, v is replaced by the network's u(x_t, t, t),
 because noise - x_0 is a noisy estimate of the velocity at x_t ([I] sec. 4.1). At r = t, the loss equals ``flow``'s.
@@ -30,14 +30,14 @@ from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.samplers import LinearForm, Model, Trajectory, at_least_float32
 
 SETTINGS = DESCRIPTIONS["meanflow"].settings
-SMALLEST = 1e-3  # added to the squared error before a sample's gradient is divided by it ([M] sec. 4.3)
+SMALLEST = 1e-3  # added to the squared error before it divides a sample's gradient ([M] sec. 4.3)
 
 
 class Network(Protocol):
     """The network as called by ``MeanFlowObjective.complete``, without gradients. x: some of the micro-batch's samples.
     rows: the samples' indices in the micro-batch."""
 
-    dropped: Tensor  # (B,) bool: True for samples that have the null condition
+    dropped: Tensor  # (B,) bool: True for samples with the null condition
 
     def __call__(self, x: Tensor, time: Tensor, rows: Tensor) -> Tensor: ...
 
@@ -51,23 +51,24 @@ class Network(Protocol):
 
 
 class MeanFlowContext(NamedTuple):
-    """Inputs of the loss besides x_t and the network's time. target: (B, C, ...), noise - x_0; later the final target
-    (:meth:`MeanFlowObjective.complete`). interval: (B,), t - r."""
+    """Inputs of the loss besides x_t and the network's time. target: (B, C, ...). interval: (B,), t - r. The target is
+    noise - x_0 until :meth:`MeanFlowObjective.complete` replaces it."""
 
     target: Tensor
     interval: Tensor
 
 
 def network_times(t: Tensor, interval: Tensor) -> Tensor:
-    """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32. The model adds the embeddings of both; only t
-    is positive, so the model can tell them apart. Times are not scaled by 1000 as in ``flow``, because that would also
-    scale the sinusoids' derivatives in du/dt."""
+    """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32. The model adds the embeddings of both.
+
+    Only t is positive, so the model can tell them apart. Times are not scaled by 1000 as in ``flow``, because that
+    would also scale the sinusoids' derivatives in du/dt."""
     return torch.stack((t, -1 - interval), 1).to(torch.float32)
 
 
 class MeanFlowTrajectory(FlowTrajectory):
-    """The trajectory of MeanFlow. A ``point`` is t, (B,). The model gets t and the step's length, (B, 2), and returns
-    the mean velocity over the step. So Euler's method is exact."""
+    """The trajectory of MeanFlow. A ``point`` is t, (B,). The model gets t and the step's length, (B, 2). It returns
+    the mean velocity over the step, so Euler's method is exact."""
 
     def __init__(self, times: Tensor):
         super().__init__(times, times)
@@ -75,7 +76,7 @@ class MeanFlowTrajectory(FlowTrajectory):
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         starts, lengths = (table.to(point.device, point.dtype) for table in (self._starts, self._lengths))
-        # compute each sample's step, because samples of a batch may be at different steps
+        # samples of a batch may be at different steps
         step = (point[:, None] - starts).abs().argmin(1)
         return model(x, network_times(point, lengths[step])).to(x.dtype)
 
@@ -85,9 +86,10 @@ class MeanFlowTrajectory(FlowTrajectory):
 
 @dataclass(frozen=True)
 class MeanFlowObjective(Objective):
-    """Improved MeanFlow. mean, std: mean and standard deviation of the logits of t and r. share: fraction of samples
-    with r < t; the remaining samples have r = t. guidance: w in the module's docstring; 1 means no guidance. power:
-    exponent p; a sample's gradient is divided by (squared error) ** p."""
+    """Improved MeanFlow. mean, std: of the logits of t and r. share: fraction of samples with r < t; others have r = t.
+
+    guidance: w in the module's docstring; 1 means no guidance. power: exponent p of the squared error that divides a
+    sample's gradient."""
 
     name: ClassVar[str] = "meanflow"
     preview_sampler: ClassVar[str] = "euler"
@@ -151,7 +153,7 @@ class MeanFlowObjective(Objective):
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        # return the error, with the gradient of ``weighted``
+        # the value of ``error``, with the gradient of ``weighted``
         return error.detach() + weighted - weighted.detach()
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
@@ -167,7 +169,6 @@ class MeanFlowObjective(Objective):
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:
-    """View (B,) as (B, 1, ..., 1), with the rank of x."""
     return values.view(-1, *(1,) * (x.dim() - 1))
 
 
