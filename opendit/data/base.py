@@ -120,7 +120,7 @@ class Embedding(NamedTuple):
 class FirstFrames(NamedTuple):
     """Cached inputs of an image-to-video model, from a clip's first frame. A batch adds a leading dimension B."""
 
-    latents: Tensor  # (C, t, h, w) float16, unscaled VAE means of the clip with grey frames after the first
+    latents: Tensor  # (C, t, h, w) float16, the clip's unscaled VAE means; frames after the first are grey
     # (L, D) float16, an image encoder's tokens for the first frame; (0, 0) if the model has no such encoder
     tokens: Tensor
 
@@ -149,13 +149,13 @@ class Item(NamedTuple):
     y: int = 0  # class, if the conditioning is by label
     text: str | None = None  # caption, if the conditioning is by text
     skipped: tuple[str, ...] = ()  # "path: reason" of each unreadable row tried before this one
-    embedding: Embedding | None = None  # cached embedding of the caption
+    embedding: Embedding | None = None
     features: Tensor | None = None  # (N, width) float16 cached features of the picture's tokens
     first: FirstFrames | None = None
     small: Small | None = None  # size of ``x`` before enlarging; None if ``x`` has full size
     whole: tuple[int, ...] = ()  # (height, width) after enlarging; () if ``small`` is None
     shortened: bool = False  # True if the clip was read at a smaller frame interval than requested
-    bytes_read: int = 0  # bytes read from files and tars
+    bytes_read: int = 0
 
 
 class CachedFeatures(NamedTuple):
@@ -188,15 +188,15 @@ class Description:
     """Properties of a data set."""
 
     text: str  # one line for the log
-    sample_shape: tuple[int, ...]  # (C, H, W) or (C, T, H, W) of ``Item.x``, unless the :class:`View` has a shape
+    sample_shape: tuple[int, ...]  # (C, H, W) or (C, T, H, W) of ``Item.x``; a :class:`View` may override it
     kind: str = "pixels"  # "latents" if samples are a VAE's means and standard deviations
     conditioning: str = "label"  # "label": items have a class ``y``; "text": items have a caption ``text``
     class_names: list[str] = field(default_factory=list)  # in the order of the labels; empty for "text"
     clips: ClipReading | None = None  # None without clips
     random_flip: bool = False  # mirror half of the training samples
-    random_window: bool = False  # in training, choose windows of clips at random
-    random_crop: bool = False  # in training, choose crops at random
-    random_tags: bool = False  # in training, shuffle or drop captions' tags
+    random_window: bool = False  # training chooses random windows of clips
+    random_crop: bool = False  # training chooses random crops
+    random_tags: bool = False  # training shuffles or drops tags
     seed: int = 0
     max_bad: float = 0.05  # largest fraction of unreadable files that training tolerates
     # Only for latents: see ``latents.LatentDataset``.
@@ -209,7 +209,7 @@ class Description:
     empty_caption: Embedding | None = None
     features: CachedFeatures | None = None
     first_frames: int | None = None  # channels of cached first-frame tokens; 0 for latents only
-    cut_captions: tuple[str, ...] = ()  # log lines about cached captions that were truncated
+    cut_captions: tuple[str, ...] = ()  # log lines about truncated captions
     notes: tuple[str, ...] = ()  # log lines about files left out
     # (rows, number of captions to check before training) for each source; empty means ``USUALLY_COUNTED``.
     counted_captions: tuple[tuple[int, int], ...] = ()

@@ -361,7 +361,7 @@ MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, tried in this order
 FILE_NAME = "file_name"  # usual file column of ``TABLES``
-# Reasons why files are left out (keys of ``CaptionedFiles.left_out``).
+# Keys in ``CaptionedFiles.left_out``: reasons why files are left out.
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
 ALONE = "--caption_prefix alone"  # source of captions that consist of the prefix only
@@ -375,7 +375,7 @@ class CaptionedFiles:
     sources: dict[str, int] = field(default_factory=dict)  # source, such as ".txt files" -> number of captions
     # reason, such as ``BARE`` -> "path" or "path: details" for each file
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    table: Path | None = None  # the folder's table
+    table: Path | None = None
     has_captions: bool = False  # True if there is a table, a row, or a .txt or .caption file of a medium
     ignored: Ignored = field(default_factory=Ignored)  # files that are neither media nor captions
 

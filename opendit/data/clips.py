@@ -138,8 +138,8 @@ def read_clip(
 
     Frames are chosen by number (``clip_window``), or with ``fps`` by their times (``timed_window``).
 
-    start: see ``clip_window``. short_clips: for a clip that is too short, "skip" raises BadSample; "interval" reads it
-    at a smaller interval, if it has ``num_frames`` frames. name: the clip's name in messages. reader: one of
+    start: see ``clip_window``. short_clips: for a clip that is too short, "skip" raises BadSample; "interval" reads the
+    clip at a smaller interval, if it has ``num_frames`` frames. name: the clip's name in messages. reader: one of
     ``video_files.CHOICES``; the pixels do not depend on it.
 
     Raises BadSample if the clip is too short or can't be decoded, or if this or an earlier call took more than

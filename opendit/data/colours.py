@@ -36,7 +36,7 @@ _PRIMARIES = {
     12: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060), _D65),
 }
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
-_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # number of a power-law transfer -> gamma, for pictures
+_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # for pictures: number of a power-law transfer -> gamma
 UNSPECIFIED = 2  # number for unspecified primaries, transfer or matrix
 # Number of a matrix from RGB to YCbCr -> red's and blue's weights in luma.
 MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
@@ -251,7 +251,7 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
 
 MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; a printer's may have three million
 _CODES = "cicp"  # key of (primaries, transfer) in Image.info
-_CHUNKS, _BOXES = 1000, 1000  # maximum PNG chunks, and AVIF boxes per box, to search for the codes
+_CHUNKS, _BOXES = 1000, 1000  # maximum PNG chunks, and AVIF boxes per box, to search
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
 
 Convert = Callable[[Image.Image], Image.Image]

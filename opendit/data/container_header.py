@@ -93,7 +93,7 @@ class _Parts:
 
 
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
-    """Return the parts of an MP4 that locate its frames, as (offset, bytes), including the first ``least`` bytes.
+    """Return the ranges of an MP4 that locate its frames, as (offset, bytes), including the first ``least`` bytes.
     Return None if the file must be read completely, because it is invalid, fragmented, or mostly tables.
 
     read: function (offset, count) -> bytes. size: the file's bytes."""

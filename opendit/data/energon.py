@@ -1,4 +1,4 @@
-"""Read folders made by ``energon prepare``, without the package megatron-energon.
+"""Read folders from ``energon prepare``, without the package megatron-energon.
 
 ``.nv-meta/`` names the tars, the splits and the samples' fields. Every tar needs an index for these fields.
 ``preprocess.py index`` writes the index next to the tar. A missing index is written once, to a cache folder on the
@@ -70,8 +70,8 @@ class PreparedSet:
     folder: Path
     tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of samples)
     without: frozenset[tuple[str, str]]  # (tar, key) of each excluded sample
-    fields: Fields  # where medium, caption and label are in a sample
-    subflavors: dict[str, Any] = field(default_factory=dict)  # values for a cooker
+    fields: Fields  # places of medium, caption and label
+    subflavors: dict[str, Any] = field(default_factory=dict)  # for a cooker
 
     @property
     def plan(self) -> str:
@@ -252,8 +252,8 @@ def _access(option: str) -> tuple[str, ...]:
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
     """Open every tar's index, in order. One rank per machine writes missing indexes, while other ranks wait.
 
-    Raises ValueError, beginning with ``shown``, for a missing or damaged tar, a sample count that differs from
-    Energon's, or a cache folder that can't be written to."""
+    Raises ValueError, beginning with ``shown``, for a missing or damaged tar, a sample count other than Energon's, or a
+    read-only cache folder."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:

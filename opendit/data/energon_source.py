@@ -248,7 +248,7 @@ class _At:
 
     folder: Path
     split: str
-    above: tuple[Path, ...]  # this file and the files that lead to it, top file first
+    above: tuple[Path, ...]  # the chain of files from the top file to this one
     subflavors: dict[str, Any]  # set by the files above
     subset: Subset | None  # selected by the files above
 

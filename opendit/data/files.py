@@ -115,7 +115,7 @@ def first_bytes(path: str | Path, count: int) -> bytes:
 
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second, third, fourth and fifth attempt
-# Errors of a disk or network file system that is down, and not of a damaged or missing file.
+# Errors of a disk or network file system that is down. Damaged or missing files cause other errors.
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
@@ -249,7 +249,7 @@ class Ignored:
     suffixes: Counter[str] = field(default_factory=Counter)  # suffix -> number of ignored files
     hidden: int = 0  # hidden files and folders
     outside: int = 0  # pictures outside the class folders
-    # "path (kind)" for pipes, devices, sockets, links to a parent folder, and folders visited too often
+    # "path (kind)": pipes, devices, sockets, links to a parent folder, and folders visited too often
     named: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)  # "path (reason)" for folders that can't be read
 

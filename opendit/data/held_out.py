@@ -30,7 +30,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
     """Split a data set's rows into (training set, held-out set).
 
     Among n files, round(share x n) are held out, at least one. Rows of one file, such as a picture with several
-    captions, stay together. The choice depends only on the number of files. A larger share only adds files.
+    captions, are never separated. The choice depends only on the number of files. A larger share only adds files.
 
     Raises ValueError if no files are left for training."""
     files_of = dataset.describe().files

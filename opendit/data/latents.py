@@ -104,7 +104,7 @@ class LatentDataset(ShardDataset):
     embedding; None without an encoder. of_run: settings of the run, see ``_take``.
 
     Raises ValueError, beginning with ``name``, for clips with other settings, missing mirror images for
-    ``random_flip``, or an index that contradicts the tars about captions and classes."""
+    ``random_flip``, or an index that contradicts the tars."""
 
     empty_captions = True  # accept empty captions
     names_file = INDEX
@@ -602,8 +602,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class EmbeddingForm(NamedTuple):
     """Format of cached embeddings."""
 
-    width: int  # width of a token
-    pooled: int  # width of a pooled vector
+    width: int  # a token's width
+    pooled: int  # a pooled vector's width
     dtype: str = "fp16"  # a key of ``DTYPES``
 
     def numbers(self, max_tokens: int) -> int:

@@ -355,13 +355,13 @@ class Batch:
     weights: Tensor | None = None  # (B,) float32 loss weights; None means 1
     skipped: tuple[str, ...] = ()  # "path: reason" for every replaced unreadable file
     shortened: int = 0  # clips with a smaller frame interval than requested
-    bytes_read: int = 0  # bytes read from files and tars
+    bytes_read: int = 0
     text: tuple[str, ...] | None = None  # B captions; None if the conditioning is by label
-    embedding: Embedding | None = None  # cached embeddings of the captions
+    embedding: Embedding | None = None
     features: Tensor | None = None  # (B, N, width) float16 cached features of pictures
     first: FirstFrames | None = None  # cached inputs from the clips' first frames
     small: tuple[Small | None, ...] | None = None  # sizes of samples to enlarge on the device
-    shared: Tensor | tuple[Tensor, ...] | None = None  # a pinned ``x`` before pinning, in shared memory
+    shared: Tensor | tuple[Tensor, ...] | None = None  # the original of a pinned ``x``
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle ``y`` and ``index`` as NumPy arrays, because each tensor would take another message."""

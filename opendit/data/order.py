@@ -19,9 +19,9 @@ from opendit.diffusion.random import philox4x32
 
 SORTED = 2**16  # larger permutations are Feistel networks
 ROUNDS = 8  # rounds of the Feistel network
-FEW = 32  # with more distinct keys, sorting is faster than comparing
-CHUNK = 1024 * 1024  # keys to compare at once
-_BLOCK = 1024  # keys per block in the table of counts in RowsByKey
+FEW = 32  # with more keys, sorting is faster
+CHUNK = 1024 * 1024  # keys per comparison
+_BLOCK = 1024  # keys per block
 
 
 # ------------------------------------------------------------------------------------------ permutations
@@ -30,9 +30,9 @@ _BLOCK = 1024  # keys per block in the table of counts in RowsByKey
 def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
     """Return entries of the permutation of [0, ``size``) for (seed, domain, epoch), as (n,) int64.
 
-    A large permutation is a Feistel network over the two digits of a number in mixed radix, with cycle walking (Black
-    and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3). The round function is Philox.
-    On small domains Feistel networks are poor, so up to ``SORTED`` numbers are sorted by random Philox words instead.
+    A large permutation is a Feistel network over a number's two digits in mixed radix, with cycle walking and Philox as
+    round function. See methods 2 and 3 in Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
+    Feistel networks are poor on small domains, so up to ``SORTED`` numbers are sorted by random Philox words instead.
 
     positions: (n,) int64 below ``size``. size: at most 2^61. domain: below 2^32."""
     if size <= SORTED:
@@ -421,7 +421,7 @@ class BucketSchedule(BatchSchedule):
         super().__init__(len(shapes.keys), global_batch, seed)
         self._micro_batches, units = micro_batches, units_of_part(global_batch, micro_batches)
         self._samples = [1] * len(shapes.totals) if samples is None else list(samples)
-        self._part = [units * count for count in self._samples]  # samples in a part, for each shape
+        self._part = [units * count for count in self._samples]  # samples in a micro-batch, over all ranks
         self._pools = [Pool(total, POOLS + i, partial(shapes.select, i)) for i, total in enumerate(shapes.totals)]
         rates = [Fraction(total, part) for total, part in zip(shapes.totals, self._part, strict=True)]
         self._parts = Mixture([(0, rates)], seed, PARTS, in_order=False)

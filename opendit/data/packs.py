@@ -1,12 +1,12 @@
 """Choose the samples in the packs of each step.
 
-Samples come in the same keyed order as without packs. The order is cut into windows, and each window fills complete
+Samples come in the keyed order of a run without packs. The order is cut into windows, and each window fills complete
 steps of packs. Samples that do not fit are placed first in the next window. So the packs depend only on the seed, the
 data set and the sizes of packs and steps. A checkpoint stores the start of the current window.
 
-A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass,
-samples that do not fill a step are combined with samples from the next pass. While a sample from pass p waits, its
-source continues at most to pass p + 1. So samples of one source are seen equally often, up to a difference of two.
+A window takes samples from one pass over each source, so the steps may come in any order. At the end of a pass, samples
+that do not fill a step are combined with samples from the next pass. While a sample from pass p waits, its source
+continues at most to pass p + 1. So samples of one source are seen equally often, up to a difference of two.
 """
 
 from collections import Counter, OrderedDict
@@ -84,8 +84,8 @@ class Beginning:
     """The state at the beginning of a window."""
 
     step: int  # first step of the window
-    position: int  # first position that no window has considered
-    carry: tuple[int, ...] = ()  # positions of samples that wait, ascending
+    position: int  # first position after all considered ones
+    carry: tuple[int, ...] = ()  # positions of waiting samples, ascending
     # positions at which a blend's weights have changed; the first is 0
     stages: tuple[int, ...] = (0,)
 
@@ -93,10 +93,10 @@ class Beginning:
 class _Samples(NamedTuple):
     """Samples in order; each field is (n,) int64."""
 
-    places: np.ndarray  # positions in the order of samples
+    places: np.ndarray  # positions in the order
     rows: np.ndarray  # rows of the data set
     sources: np.ndarray  # each sample's source
-    passes: np.ndarray  # number of the pass over this source, from 0
+    passes: np.ndarray  # pass number over this source, from 0
     lengths: np.ndarray  # each sample's tokens
 
     def of(self, which: Any) -> "_Samples":
@@ -114,8 +114,8 @@ def _joined(parts: list[_Samples]) -> _Samples:
 
 class _Window(NamedTuple):
     rows: list[list[int]]  # each step's rows, pack after pack
-    ends: list[list[int]]  # for each step, the ends of the packs in ``rows``
-    places: list[np.ndarray]  # for each step, positions in the order of samples
+    ends: list[list[int]]  # each step's pack ends in ``rows``
+    places: list[np.ndarray]  # each step's positions in the order
     filled: int  # tokens in all packs
     begin: Beginning
     after: Beginning

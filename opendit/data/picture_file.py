@@ -171,8 +171,8 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
 
     content: bytes of a picture inside another file; ``path`` is then only its name.
 
-    Raises BadSample if the file is no regular file or no picture, is too large for ``MAX_PIXELS`` or for memory, or
-    takes more than ``time_limit`` seconds."""
+    Raises BadSample if the file is no regular file or no picture, is too large, or takes more than ``time_limit``
+    seconds."""
     with opened_picture(path, content, time_limit) as (file, image):
         note_codes(image, file)
         image.load()
@@ -255,7 +255,7 @@ def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] 
             grey[numbers == key] = 255
         return Image.fromarray(grey).convert("RGB")
     if image.mode == "RGB" and key is not None:
-        # Pillow keeps only the upper bytes of a 16-bit picture's values. Treat the transparent colour alike.
+        # Pillow keeps only the upper bytes of a 16-bit picture's values. Convert the transparent colour accordingly.
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):

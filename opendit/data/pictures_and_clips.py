@@ -59,7 +59,7 @@ from opendit.data.video_files import Timeline, choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
 CHECKED_FILES = 2000  # maximum files to check when a data set is opened
-CHECKED_CLIPS, DECODED_FILES = 200, 100  # maximum files to check if some are clips, and maximum pictures to decode
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # see ``_readable``
 
 
 class PicturesAndClips(MediaDataset):

@@ -36,9 +36,9 @@ def leave_inherited_garbage() -> None:
 
 
 def end_with_parent() -> None:
-    """Make this process end with its parent, even if the parent is killed. The parent must start this process from its
-    main thread, because the Linux kernel watches only the starting thread. The kernel ends even a stopped or stuck
-    process. A thread covers processes from Python's fork server."""
+    """Make this process end with the parent, even if the parent is killed. The Linux kernel watches only the thread
+    that started a process, so the parent must use the main thread. The kernel ends even a stopped or stuck process. A
+    thread covers processes from Python's fork server."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:

@@ -318,7 +318,7 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str,
     many tokens, or for latents that the model's patch does not divide."""
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Number the shapes by their keys, as for media, so that latents have the same batches.
+    # Number the shapes by their keys, as for media, so that batches of latents and of media match.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):

@@ -156,7 +156,7 @@ _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
 _BT709, _FULL_RANGE = 1, 2  # H.273's number of a matrix; FFmpeg's number of a colour range
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
-# Codecs in which all packets may be key frames, because no frame refers to another.
+# Codecs in which every packet may be a key frame.
 _KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
 _SMALLEST = 16  # minimum bytes of a shown MPEG-4 frame; shorter packets repeat the previous frame
 
@@ -294,7 +294,7 @@ def _shows_alpha(stream: Any) -> bool:
 
 
 def _alpha_aside(stream: Any) -> bool:
-    """Return True if a VP8 or VP9 stream has alpha in side data. FFmpeg's decoders ignore such alpha."""
+    """Return True if a VP8 or VP9 stream has alpha in side data. FFmpeg's native decoders ignore such alpha."""
     told = {name.lower(): value for name, value in stream.metadata.items()}
     return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 

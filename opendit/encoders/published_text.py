@@ -79,7 +79,7 @@ class Prompts:
     # True if the result's second item is the mask (B, L). The item may be None if no token is padding.
     masked: bool = False
     layers: int = 1  # a token is the concatenated output of this many encoder layers
-    dropped: int = 0  # number of template tokens that are missing at the start of the result
+    dropped: int = 0  # number of template tokens missing at the start
     # function (pipeline, prompt) -> the text to tokenize, for example the prompt in a chat template
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
     # True if negative prompts, including the empty prompt, are encoded without ``written``. The result's third and

@@ -157,7 +157,7 @@ class Codec(ABC):
         """Decode latents (B, C, h, w) to pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
-        """Yield parts of :meth:`decode`'s result as soon as they are decoded."""
+        """Yield samples as soon as they are decoded. Concatenated, they are the result of :meth:`decode`."""
         yield self.decode(latents)
 
     def tiles(self, latents: Tensor) -> Tiles | None:

@@ -27,8 +27,8 @@ COPY_QUANTILE = 0.01  # quantile of held-out digits' distances; closer samples a
 
 # Constants of moving digits:
 FILE_FRAMES, FILE_SIZE = 48, 64  # frames and side in pixels of the demo's clips
-HELD_OUT = 400  # number of clips, made from the 359 held-out digits
-# A clip's features contain the digit's position (x, y) in PLACES frames, in frame widths times PATH_SCALE.
+HELD_OUT = 400  # number of clips from the 359 held-out digits
+# For a clip's features: the digit's position (x, y) in PLACES frames, in frame widths times PATH_SCALE.
 PLACES, PATH_SCALE = 4, 10.0
 SEEDS = {"train": 1, "test": 2}
 

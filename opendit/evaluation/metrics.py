@@ -13,7 +13,7 @@ from torch import Tensor
 
 ROWS = 8192  # feature rows to convert to float64 at once
 GROUPS = 10  # groups in the jackknife
-NORMAL_95 = 1.959964  # 95 % of a normal distribution lie within this many standard deviations of the mean
+NORMAL_95 = 1.959964  # 97.5 % quantile of the standard normal distribution
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Moments:
         return cls(len(rows), mean, rows.T @ rows)
 
     def merged(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets together (Chan, Golub and LeVeque 1979), precise even for a large mean."""
+        """Return the moments of both sets of vectors (Chan, Golub and LeVeque 1979), precise even for a large mean."""
         total, difference = self.count + other.count, other.mean - self.mean
         between = torch.outer(difference, difference) * (self.count * other.count / total)
         mean = self.mean + difference * (other.count / total)
@@ -176,9 +176,9 @@ CPU_BLOCK = 1 << 24
 def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGHBOURS) -> tuple[float, float]:
     """Return improved precision and recall (Kynkäänniemi et al. 2019) for features (N, D) and reference (M, D).
 
-    Each feature is the centre of a ball. Its radius is the distance to the ``neighbours``-th nearest feature in its
-    set. Precision is the share of samples inside the reference's balls. Recall is the share of the reference inside the
-    samples' balls. Distances are float32; ADM's float16 changes the third digit. Raises ValueError for a set with
+    Each feature is the centre of a ball. Its radius is the distance to the ``neighbours``-th nearest other feature in
+    its set. Precision is the share of samples inside the reference's balls. Recall is the share of the reference inside
+    the samples' balls. Distances are float32; ADM's float16 changes the third digit. Raises ValueError for a set with
     ``neighbours`` features or fewer."""
     for features in (samples, reference):
         if len(features) <= neighbours:

@@ -222,7 +222,7 @@ KNOWN = (
 
 
 def default_folder() -> Path:
-    """Return torch.hub's folder of checkpoints, the same as in torch-fidelity and pytorch-fid."""
+    """Return torch.hub's folder of checkpoints. torch-fidelity and pytorch-fid also use this folder."""
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 

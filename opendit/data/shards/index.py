@@ -353,7 +353,7 @@ def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator
     yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
 
 
-# ------------------------------------------------------------------------------------------ parts of a sample
+# ------------------------------------------------------------------------------------------ contents of a sample
 
 
 @dataclass(frozen=True)

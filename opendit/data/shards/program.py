@@ -1,7 +1,7 @@
 """``preprocess.py shards`` packs media or cached latents into tars, and ``preprocess.py index`` indexes tars.
 
-All tars are planned before the first one is written. So any process can write any tar, and a rewritten tar has the same
-bytes.
+All tars are planned before the first one is written. So any process can write any tar, and a rewritten tar does not
+change.
 """
 
 import builtins

@@ -467,7 +467,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars to which the web page of ``folder`` links, if they are on its server."""
+        """Return the tars on the server of ``folder`` to which the folder's web page links."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
