@@ -341,8 +341,8 @@ class SampleReader:
 
         sample_keys: keys with equal ``step``. on_read: called with each row before the row is read.
 
-        Raises DataError if all rows of a shape are unreadable, or if more than max(100, ``max_bad`` * rows) rows in
-        succession are."""
+        Raises DataError after more than max(100, ``max_bad`` * rows) unreadable rows in succession, or if all rows of a
+        shape are unreadable."""
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         drawn: dict[str, list[Any]] = {}
         if self.augment and self.about.random_flip:

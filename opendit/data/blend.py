@@ -45,7 +45,7 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """Several data sets as one. The rows of each source follow the rows of the source before it.
+    """Several data sets as one: the rows of all sources, one source after another.
 
     Args:
         names, parts: names and data sets of the sources.

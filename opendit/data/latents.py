@@ -619,7 +619,7 @@ def form_of(encoder: AnyEncoder) -> EmbeddingForm:
 
 
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return each caption's tokens (L_i, D) without padding and pooled vector (P,), on the CPU, in the dtype of
+    """Return (tokens (L_i, D) without padding, pooled vector (P,)) for each caption, on the CPU in the dtype of
     :func:`form_of`. how: more arguments for ``encoder.encode``. Raises DataError if an element overflows the dtype."""
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()

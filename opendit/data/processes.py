@@ -1,4 +1,4 @@
-"""Run jobs in worker processes that neither outlive the main process nor delay the main process's end.
+"""Run jobs in worker processes that end with the main process and never delay the end.
 
 ``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, for example on a damaged file. Then
 only the failing job is lost.

@@ -420,7 +420,7 @@ class Measuring:
 
 def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Extractor:
     """Load the networks that the metrics need. of_clips: options for reading clips; None for pictures. Raises
-    FileNotFoundError if a network is missing. Without --metrics, a missing default network for clips is only
+    FileNotFoundError if a network is missing. For clips without --metrics, a missing default network is only
     reported."""
     device = mesh.device
     extractor = partial(Extractor, device, motion=of_clips is not None, batch_size=flags.feature_batch_size)

@@ -33,8 +33,8 @@ PROMPTS = 64  # maximum number of captions; all embeddings stay on the device
 
 
 class RunEvaluation:
-    """Draws --evaluate_samples samples from a run's EMA weights, and computes metrics. All ranks must construct and
-    call it.
+    """Draws --evaluate_samples samples from a run's EMA weights, and computes metrics. All ranks must construct this
+    object and call :meth:`after`.
 
     The values do not depend on the number of data-parallel ranks, because the batches are fixed and a sample's number
     determines its noise. ``of`` is a hash of all settings that affect the values; values are comparable if their hashes

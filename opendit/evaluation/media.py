@@ -50,7 +50,7 @@ class Media:
     Attributes:
         sha256: hash of the files or the array.
         captions, labels: one per sample, or None.
-        read_range: function that reads a range of samples, or None. If not None, it is faster than ``read``.
+        read_range: function that reads a range of samples faster than ``read``, or None.
         how: text with further settings that affect the pixels.
     """
 
