@@ -578,8 +578,8 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tens
 
 class TimestepEmbedder(nn.Module):
     """Embedding of timesteps (B,) as (B, D): fp32 sinusoids, then a two-layer MLP. The embedded time is t / ``unit``,
-    or (``reversed_from`` - t) / ``unit`` if ``reversed_from`` is set. normed: True to append the RMSNorm of the
-    sinusoids, (B, frequencies)."""
+    or (``reversed_from`` - t) / ``unit`` if ``reversed_from`` is set. normed: True to append the sinusoids' RMSNorm
+    (B, frequencies)."""
 
     def __init__(
         self,
