@@ -148,9 +148,12 @@ def _update_block(
     table, tensors, offsets, mask, scalars, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
     GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, DIRECTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Update one block. ``table`` points to the column of the block's tensor. ``rest1`` and ``rest2`` are 1 - beta, and
-    ``shrink`` is lr * weight_decay. The host computes them in double precision, because 1 - 0.999 in fp32 has a
-    relative error of 1e-5. DIRECTED: the gradient is Muon's update direction."""
+    """Update one block. ``table`` points to the column of the block's tensor. DIRECTED: the gradient is Muon's update
+    direction.
+
+    ``rest1`` and ``rest2`` are 1 - beta, and ``shrink`` is lr * weight_decay. They come from the host in double
+    precision, because 1 - 0.999 in fp32 has a relative error of 1e-5.
+    """
     coefficient = tl.load(scalars + 1)
     correction1 = tl.load(scalars + 2)
     correction2 = tl.load(scalars + 3)
@@ -282,9 +285,9 @@ class FusedStep:
     Triton kernels run the step where they are available. Elsewhere torch runs it, with equal results up to rounding.
 
     Args:
-        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i has the same size in all three. A
-            tensor that Muon updates has None in exp_avg_sqs. If one master is on a GPU, moments, averages, gradients
-            and other masters may be in pinned host memory. Moments may be in 8 bits, but not with Muon or host memory.
+        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i has one size in all three. If one
+            master is on a GPU, moments, averages, gradients and further masters may be in pinned host memory. Moments
+            may be in 8 bits, but not with Muon or host memory. A tensor that Muon updates has None in exp_avg_sqs.
         working: copies of the masters in the forward pass's dtype. Every step rewrites them.
         count: 0-dim fp32 tensor on the masters' device: number of steps that were not skipped; changed in place.
         counted: for each gradient, False if another rank includes it in :meth:`square_sum`. None: True for all.

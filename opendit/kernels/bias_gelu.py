@@ -158,7 +158,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and bias, the saved inputs of an autograd function; None for a frozen bias."""
+    """Return the gradients of the saved x and bias; None for a frozen bias."""
     dx, dbias = _backward_op(dy, *ctx.saved_tensors, ctx.needs_input_grad[1])
     return dx, dbias if ctx.needs_input_grad[1] else None
 

@@ -356,7 +356,7 @@ def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
 
 
 def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Tensor:
-    """Return the gradient of ``bias``, the sum of the slots ``total``; an empty tensor without a bias."""
+    """Return the bias's gradient: the sum of the slots ``total``, or an empty tensor without a bias."""
     return like_bias(bias, other) if bias is None else finish_total(cast(Tensor, total), bias.dtype)
 
 

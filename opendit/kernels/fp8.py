@@ -46,7 +46,7 @@ LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 # exact amax or a bound. SAMPLED, SAMPLED_GRADIENT: for an amax of sampled values in e4m3 and in e5m2.
 EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
 SAMPLE = 1 << 22  # minimum number of sampled values
-# programs of the amax kernel, and numbers that it writes; every program of a cast reads all numbers
+# programs of the amax kernel; each writes one number, and every program of a cast reads all of them
 PARTIALS = 256
 LINES = 16  # runs of consecutive values per tile of the amax kernel
 

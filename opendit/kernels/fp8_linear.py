@@ -237,7 +237,7 @@ class _LinearBesideLora(Function):
 
 
 def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:
-    """Multiply a product of LoRA's A by x's float8 scale, a power of two. Nothing is rounded."""
+    """Multiply a product with LoRA's A by x's float8 scale. The scale is a power of two, so nothing is rounded."""
     return thin if descale is None else thin * descale.to(thin.dtype)
 
 

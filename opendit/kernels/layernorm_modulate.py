@@ -371,8 +371,8 @@ def layernorm_modulate(
 
 
 class ResidualNormModulate(torch.autograd.Function):
-    """Autograd function that returns (x, normalised and modulated x). Not a registered operator, because an operator
-    must not return its input."""
+    """Autograd function that returns (x, normalised and modulated x). It is no registered operator, because operators
+    must not return their inputs."""
 
     @staticmethod
     def forward(

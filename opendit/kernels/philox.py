@@ -26,7 +26,7 @@ def _philox_kernel(index_ptr, bits_ptr, seed, step, stream, count, BLOCK: tl.con
 
 
 def philox_bits(seed: int, step: int, index: Tensor, stream: int, count: int) -> Tensor:
-    """Return uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``."""
+    """Return uniform 32-bit integers, (B, count) int64. index: (B,) int64, the samples' indices."""
     bits = torch.empty(len(index), count, dtype=torch.int64, device=index.device)
     grid = (len(index), -(-count // (4 * BLOCK)))
     with torch.cuda.device_of(index):  # Triton launches on the current device, so make it the index's device

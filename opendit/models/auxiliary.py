@@ -147,7 +147,7 @@ class Fusion(nn.Module):
 
     def forward(self, deep: Tensor, shallow: Tensor, dropped: Tensor | None = None) -> Tensor:
         """Fuse the tokens ``deep`` after a route with the tokens ``shallow`` before it, both (B, N, D). dropped: (B,)
-        bool, or (N,) for the tokens of a pack: True to replace ``deep`` tokens by mask tokens; None to replace none."""
+        bool, or (N,) for a pack. True replaces ``deep`` tokens by mask tokens; None replaces none."""
         if dropped is not None:
             deep = torch.where(dropped.view(len(deep), -1, 1), self.mask_token.to(deep.dtype), deep)
         return self.linear(torch.cat((deep, shallow), dim=-1))

@@ -83,7 +83,7 @@ def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
 
 def axes_table(coordinates: Tensor, channels: Sequence[int], bases: Sequence[float]) -> Tensor:
     """Return the cosines and sines (..., d / 2, 2) float32 of tokens at coordinates (..., axes), computed in float64.
-    channels: number of a head's channels for each axis; an axis with c channels has the frequencies base^(-2 i / c)."""
+    channels: a head's number of channels for each axis. An axis with c channels has the frequencies base^(-2 i / c)."""
     angles = []
     for position, count, base in zip(coordinates.double().unbind(-1), channels, bases, strict=True):
         pairs = torch.arange(count // 2, dtype=torch.float64, device=position.device)

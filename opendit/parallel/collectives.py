@@ -321,7 +321,7 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group)
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """``model(x, t, y)`` that divides the batch among the ranks of ``group``. Every rank gets the full result.
+    """Calls ``model(x, t, y)`` with the batch divided among the ranks of ``group``. Every rank gets the full result.
 
     If P does not divide the batch size, the last sample is computed several times.
     """

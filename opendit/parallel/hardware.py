@@ -21,9 +21,9 @@ FORMAT = "opendit-hardware-1"  # format of the file
 
 @dataclass(frozen=True)
 class HardwareModel:
-    """Rates of a card, in half precision, and of its links. The defaults are the rates of an H200 with NVLink. FLOP
-    rates are measured with single operations. In a training step, the power limit reduces matrix products to the
-    fraction ``sustained``. ``direct`` describes the ranks, not the card."""
+    """Rates of a card, in half precision, and of its links. The defaults are an H200's rates with NVLink. FLOP rates
+    are measured with single operations. In a training step, the power limit reduces matrix products to the fraction
+    ``sustained``."""
 
     name: str = "H200"
     origin: str = "measured on H200s, links between machines assumed"

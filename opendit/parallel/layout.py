@@ -157,8 +157,8 @@ class Layout:
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
         """Return the full tensor, in new memory, from the shards of all ranks. Call on all ranks that divide the
-        parameter, for all parameters in the same order. The result is on the mesh's device, or on the shard's device if
-        no rank communicates."""
+        parameter, for all parameters in the same order. The result is on the mesh's device, or on the shard's if no
+        rank communicates."""
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):

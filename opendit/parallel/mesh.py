@@ -134,9 +134,9 @@ class Mesh:
         return self.groups[name]
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """Make a ``DeviceMesh`` of all ranks. Its dimensions are the groups ``names``, outer to inner; without names,
-        the axes with a size above 1. Call on all ranks. Raises ValueError if the groups are not a grid of all ranks in
-        this order."""
+        """Make a ``DeviceMesh`` of all ranks with the groups ``names`` as dimensions, outer to inner. Without names,
+        use the axes with a size above 1. Call on all ranks. Raises ValueError if the groups are not a grid of all ranks
+        in this order."""
         names = names or tuple(axis for axis in AXES if self.dims.size(axis) > 1) or ("dp_shard",)
         sizes = [self.dims.size(name) for name in names]
         for axis, name in enumerate(names):

@@ -31,12 +31,12 @@ LEAST, MOST = 1.0, 2.0**32
 
 
 class LossScale:
-    """Factor of the loss that prevents gradients from vanishing in fp16. The factor stays on the device. In training,
-    the host neither reads nor computes it.
+    """Factor of the loss that prevents gradients from vanishing in fp16. The factor stays on the device. The host does
+    not read it in training.
 
-    The scale is doubled after INTERVAL consecutive steps with finite gradients (Micikevicius et al., "Mixed Precision
-    Training", ICLR 2018, sec. 3.2). It is halved after a step with gradients that are not finite. The first HYSTERESIS
-    - 1 such steps since the last doubling do not count. The scale's address never changes, because CUDA graphs read it.
+    INTERVAL consecutive steps with finite gradients double the scale (Micikevicius et al., "Mixed Precision Training",
+    ICLR 2018, sec. 3.2). A step with gradients that are not finite halves the scale, except the first HYSTERESIS - 1
+    such steps since the last doubling. The scale's address never changes, because CUDA graphs read it.
     """
 
     def __init__(self, device: torch.device):
@@ -207,13 +207,13 @@ class ShardedOptimizer:
     """Optimizer of this rank's shards. Ranks exchange the gradients' norm, and data for ``float8``, ``replicated`` and
     ``muon``.
 
-    ``offload`` stores the averages, or averages and moments, in host memory, page-locked if there is a GPU. Results are
-    bitwise equal to those without offload. The step copies moments through a ring buffer of device memory. On an H200,
-    the step of 300 M weights takes 49 ms with the buffer, and 57 ms without (benchmarks/bench_offload.py).
+    ``offload`` stores the averages, or averages and moments, in host memory, page-locked if there is a GPU. Results
+    have the same bits as without offload. The step copies moments through a ring buffer of device memory. For 300 M
+    weights this takes 49 ms, and direct access 57 ms (H200, benchmarks/bench_offload.py).
 
-    A kernel on a side stream updates the averages during the next passes, and the next step waits for this kernel. If
-    masters are in host memory, kernels access them in place, and the host waits for the step. Call :meth:`wait` before
-    reading or setting state in host memory.
+    A kernel on a side stream updates the averages during the next passes, and the next step waits for it. If masters
+    are in host memory, kernels access them in place, and the host waits for the step. Call :meth:`wait` before reading
+    or setting state in host memory.
 
     Args:
         adam: optimizer with the settings. The masters become its parameters.

@@ -366,8 +366,8 @@ def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
 
 
 def _part(name: str, model: DiT) -> str:
-    """Return the name of the block with a parameter or buffer. Outside of blocks, return the name of the top-level
-    module or buffer. A stage has such a unit completely or not at all."""
+    """Return the unit of a parameter or buffer: its block, or outside of blocks the top-level module. A stage has a
+    unit completely or not at all."""
     top, *rest = name.split(".")
     return f"{top}.{rest[0]}" if top == plan_of(model.config).stages.stack else top
 

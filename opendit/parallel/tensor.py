@@ -205,12 +205,14 @@ def divide(
     model: DiT, group: Group, sequence: SequenceParallel | None = None, *, column_modulation: bool = True
 ) -> TensorParallel:
     """Reduce every layer of ``model`` to this rank's slices, in place, by the model's plan. Return the argument for
-    ``model.use(sequence=...)``. Slices are copies, or on the meta device like the model.
+    ``model.use(sequence=...)``. Slices are copies, or on the meta device like the model. Every rank has full label
+    tables, because the tables are small.
 
-    sequence: sequence parallelism over another group of ranks.
-    column_modulation: False if every rank should compute all features of the modulations instead of gathering them.
+    Args:
+        sequence: sequence parallelism over another group of ranks.
+        column_modulation: False if every rank should compute all features of the modulations instead of gathering them.
 
-    Every rank has full label tables, because they are small. Raises ValueError as :func:`check_tensor_parallel` does.
+    Raises ValueError as :func:`check_tensor_parallel` does.
     """
     check_tensor_parallel(model.config, group.size)
     rules = plan_of(model.config).rules(model.config)
@@ -306,13 +308,13 @@ class RowParallel(Part):
 
 
 class ColumnOfContext(Part):
-    """Linear layer that computes this rank's output features from an input that all ranks have. The input's gradient is
-    one term of a sum over the ranks."""
+    """Linear layer that computes this rank's output features from an input that all ranks have. The input's gradient
+    must be summed over the ranks."""
 
 
 class GatheredColumn(Part):
-    """Linear layer for an input (B, in) that all ranks have. Each rank computes some output features, and all ranks
-    gather the result (B, out)."""
+    """Linear layer for an input (B, in) that all ranks have. Each rank computes some output features, and gathers the
+    features of all ranks (B, out)."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         return join(super().product(x, bias, multiply), x.dim() - 1, self.group)
@@ -415,8 +417,10 @@ class ReplicatedGradients:
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | None], mark_not_finite: bool = False) -> None:
         """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider. Call before
-        reading the gradients. All ranks of a group must have None for the same parameters. mark_not_finite: True to put
-        a NaN into the gradients of all ranks if a rank's gradients are not finite."""
+        reading the gradients. All ranks of a group must have None for the same parameters.
+
+        mark_not_finite: True to put a NaN into the gradients of all ranks if a rank's gradients are not finite.
+        """
         for group, replicated in self._groups:
             parts = [g for g, shared in zip(gradients, replicated, strict=True) if shared and g is not None]
             if not parts:
@@ -531,7 +535,7 @@ def _of_all_tokens(
     x: Tensor, matrix: Tensor | None, bias: Tensor | None, memory: PeerMemory, keep: bool = False
 ) -> Tensor | None:
     """Send x (B, n, F) to all ranks. Return x @ matrix + bias (B, P n, columns) for the tokens of all ranks, or None
-    without a matrix. keep: True to leave all tokens in the input buffer."""
+    without a matrix. keep: True to leave the received tokens in the input buffer."""
     memory.begin(Buffer.INPUT)
     events = _send(memory, Buffer.INPUT, x, own=keep)
     out = None if matrix is None else x.new_empty(len(x), memory.group.size * x.shape[1], matrix.shape[1])

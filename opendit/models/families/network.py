@@ -238,8 +238,8 @@ class PublicDiT(DiT):
         return self._made_once(("rope", grid), made)
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
-        """If heads have different rotations, select those for the tokens and heads that this rank projects. Return
-        rotations that all heads share unchanged; ranks apply these after exchanging heads."""
+        """Select the rotations for the tokens and heads that this rank projects. If all heads share the rotations,
+        return them unchanged; ranks apply them after exchanging heads."""
         if table is None or shards is None or not self.config.spec.rotary.steps:
             return table
         return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))
@@ -493,9 +493,13 @@ class PublicDiT(DiT):
         return -y if spec.reversed_time else y
 
     def _joint_pack(self, segments: Segments, text: Tensor, keys: Tensor) -> "JointPack":
-        """Return the layout of a pack with captions in the sequence. text: (S, L, D), the captions' tokens. keys: (S,
-        L) bool, True for tokens that are in the sequence; (S, 0) for all. If ``keys`` is not empty, this method waits
-        for the device."""
+        """Return the layout of a pack with captions in the sequence. If ``keys`` is not empty, this method waits for
+        the device.
+
+        Args:
+            text: (S, L, D), the captions' tokens.
+            keys: (S, L) bool, True for tokens that are in the sequence; (S, 0) for all.
+        """
         spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
         count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
         own = keys.sum(1) if keys.shape[1] else None

@@ -131,9 +131,8 @@ class Engine(ABC):
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
-        """Move the module to this rank's device, and wrap the module. Return the objects that ``forward`` and ``step``
-        call, the AdamW object with the learning rate and the state, and the AdamW's name with the reason for the
-        choice."""
+        """Move the module to this rank's device and wrap it. Return (the object that ``forward`` calls, the object that
+        ``step`` calls, the AdamW with learning rate and state, a log line about the AdamW)."""
 
     def _adamw(self, module: nn.Module, settings: Settings) -> tuple[Any, str]:
         from opendit.parallel.optimizer import build_optimizer  # imported here, because it imports DTensor
