@@ -5,10 +5,11 @@
         [--results FILE]
 
 The ranks share a sample as in sample.py. Two groups of --sequence_parallel_size divide the halves of guidance; a single
-group divides only the sequence. ``--groups`` sets the number of groups of heads that Ulysses exchanges one after the
-other. ``--profile`` prints the kernels of rank 0 that take the most time. Rank 0 alone and all ranks together take
-turns, and medians are reported. The model and the VAE (of Stable Diffusion's shape, a frame at a time for clips) have
-random weights. A public model, such as ``--model wan-1.3b``, is measured at its published size without a VAE.
+group divides only the sequence. Ulysses exchanges a batch in ``--groups`` groups, one after the other. Samples, such as
+the halves of guidance, are divided first. If there are more groups than samples, heads are divided, too. ``--profile``
+prints the kernels of rank 0 that take the most time. Rank 0 alone and all ranks together take turns, and medians are
+reported. The model and the VAE (of Stable Diffusion's shape, a frame at a time for clips) have random weights. A public
+model, such as ``--model wan-1.3b``, is measured at its published size without a VAE.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sampler", default="ddim")
     parser.add_argument("--cfg_scale", type=float, default=4.0)
     parser.add_argument("--sequence_parallel_size", type=int, default=1)
-    parser.add_argument("--groups", type=int, help="of heads, in Ulysses; by default the cost model's choice")
+    parser.add_argument("--groups", type=int, help="of samples, then heads, for Ulysses; default: by cost model")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print kernel times, of the GPU or else the CPU")
     parser.add_argument("--vae_narrower", type=int, default=1, help="divides the VAE's widths, for a CPU")

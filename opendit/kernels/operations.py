@@ -23,7 +23,7 @@ from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual, gate_rm
 from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.linear import linear_gelu
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
-from opendit.kernels.rotate_heads import StreamHeads, fits_across, join_heads, rotate_heads
+from opendit.kernels.rotate_heads import StreamHeads, fits_across, join_heads, pack_heads, rotate_heads
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
 from opendit.models.blocks import NormalisedProjection
@@ -139,11 +139,16 @@ def _normalise_rotate(
 ) -> tuple[Tensor, Tensor]:
     if q_norm is None or k_norm is None:
         return rotate_heads(q, k, table=table)
-    # If ranks divide the channels of a norm, the norm must sum squares over the ranks. No kernel does this.
-    divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
-    if divided or (across and not fits_across(q.shape[2], q.shape[3])):
+    if _needs_torch(q, q_norm, k_norm, across):
         return TORCH_OPS.normalise_rotate(q, k, q_norm, k_norm, table, across)
     return rotate_heads(q, k, q_norm.weight, k_norm.weight, table, q_norm.eps, across)
+
+
+def _needs_torch(q: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, across: bool) -> bool:
+    """Return True for norms that no kernel computes: norms over too many channels, and norms whose channels are divided
+    over ranks, because these sum squares over the ranks."""
+    divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
+    return divided or (across and not fits_across(q.shape[2], q.shape[3]))
 
 
 def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,6 +158,24 @@ def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Ten
     for q, k, v, q_norm, k_norm, table in streams:
         found.append(StreamHeads(q, k, v, q_norm and q_norm.weight, k_norm and k_norm.weight, table))
     return join_heads(found, eps)
+
+
+def _pack_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    table: Tensor | None,
+    across: bool,
+    parts: int,
+) -> Tensor:
+    if q_norm is None or k_norm is None:
+        return pack_heads(StreamHeads(q, k, v, table=table), parts)
+    if _needs_torch(q, q_norm, k_norm, across):
+        q, k = TORCH_OPS.normalise_rotate(q, k, q_norm, k_norm, table, across)
+        return pack_heads(StreamHeads(q, k, v), parts)
+    return pack_heads(StreamHeads(q, k, v, q_norm.weight, k_norm.weight, table), parts, q_norm.eps, across)
 
 
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # names of the switches
@@ -198,6 +221,7 @@ KERNELS = (
     Kernel("add_table", add_table, {MODULATE}),
     Kernel("normalise_rotate", _normalise_rotate, {MODULATE}, keeps=("q", "k")),
     Kernel("join_heads", _join_heads, {MODULATE, INFERENCE}),
+    Kernel("pack_heads", _pack_heads, {MODULATE, INFERENCE}),
     # With FLOAT8, a projection's inputs and weight are saved in one byte per value.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
     Kernel("residual_rmsnorm_modulate", fp8_linear.residual_rmsnorm_modulate, {FLOAT8}, keeps=("x",)),
@@ -229,6 +253,7 @@ KERNELS = (
     Kernel("add_table", add_table, {FLOAT8}),
     Kernel("normalise_rotate", _normalise_rotate, {FLOAT8}, keeps=("q", "k")),
     Kernel("join_heads", _join_heads, {FLOAT8, INFERENCE}),
+    Kernel("pack_heads", _pack_heads, {FLOAT8, INFERENCE}),
     *(
         Kernel(name, getattr(fp8_inference, name), {FLOAT8, INFERENCE}, float8=True, takes_projection=True)
         for name in ("linear_heads", "linear_gelu", "linear_gate_residual_layernorm_modulate")

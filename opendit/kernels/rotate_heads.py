@@ -14,7 +14,8 @@ and dy once and writes dx once; g is dy rotated by the opposite angles:
 A row is one head of one token. For a norm of each head, a tile has rows of several tokens. Across heads, a tile has all
 rows of one token, and they share one norm.
 
-:func:`join_heads`, for sampling, also writes queries, keys and values of several streams into one sequence.
+:func:`join_heads` and :func:`pack_heads`, for sampling, also write queries, keys and values of several streams into one
+sequence, or into the layout that ranks send.
 """
 
 from collections.abc import Sequence
@@ -149,13 +150,13 @@ def _sums(x, ACROSS: tl.constexpr):
 
 @triton.jit
 def forward_rows(
-    x_ptr, weight_ptr, table_ptr, y_ptr, first, stop, length, out_length, batch_stride, token_stride, head_stride,
-    table_stride, eps,
+    x_ptr, weight_ptr, table_ptr, y_ptr, first, stop, length, batch_stride, token_stride, head_stride, out_batch,
+    out_token, out_part, table_stride, eps,
     H: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write y of rows first .. stop (if ACROSS, of tokens first .. stop). A sample has ``length`` tokens in x and
-    ``out_length`` tokens in y. The tokens of x become the first tokens of y."""
+    """Write y of rows first .. stop (if ACROSS, of tokens first .. stop). A sample has ``length`` tokens in x. The
+    strides of samples, tokens and parts of the heads in y are in units of HEAD values."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -175,7 +176,10 @@ def forward_rows(
             turned = even * cos - odd * sin
             odd = even * sin + odd * cos
             even = turned
-        to = _place(token, head, length, out_length * H, H, 1, HEAD)
+        to = _place(token, head, length, out_batch, out_token, 1, HEAD)
+        if PARTS > 1:
+            SIZE: tl.constexpr = H // PARTS
+            to += (head // SIZE).to(tl.int64) * (out_part - SIZE) * HEAD
         _store_pairs(y_ptr, even, odd, to, live, HEAD, BLOCK, ROWS)
 
 
@@ -198,16 +202,16 @@ def _rotate_heads_forward_kernel(
     if tl.program_id(0) < q_programs:
         first = tl.program_id(0) * CHUNK
         forward_rows(
-            q_ptr, q_weight_ptr, table_ptr, q_out_ptr, first, tl.minimum(first + CHUNK, q_rows), length, length,
-            q_batch, q_token, q_head, table_stride, eps,
-            H, HEAD, BLOCK, Q_UNIT, Q_ROWS, STAGES, NORM, TURN, ACROSS,
+            q_ptr, q_weight_ptr, table_ptr, q_out_ptr, first, tl.minimum(first + CHUNK, q_rows), length, q_batch,
+            q_token, q_head, length * H, H, 0, table_stride, eps,
+            H, HEAD, BLOCK, Q_UNIT, Q_ROWS, STAGES, NORM, TURN, ACROSS, 1,
         )  # fmt: skip
     else:
         first = (tl.program_id(0) - q_programs) * CHUNK
         forward_rows(
-            k_ptr, k_weight_ptr, table_ptr, k_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, length,
-            k_batch, k_token, k_head, table_stride, eps,
-            K, HEAD, BLOCK, K_UNIT, K_ROWS, STAGES, NORM, TURN, ACROSS,
+            k_ptr, k_weight_ptr, table_ptr, k_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, k_batch,
+            k_token, k_head, length * K, K, 0, table_stride, eps,
+            K, HEAD, BLOCK, K_UNIT, K_ROWS, STAGES, NORM, TURN, ACROSS, 1,
         )  # fmt: skip
 
 
@@ -341,7 +345,7 @@ def _shape(
     across = across and weight is not None
     block = max(2, next_power_of_2(d))
     heads = [next_power_of_2(count) for count in (H, K)]
-    default = (forward_launch if kernel.endswith("forward") else backward_launch)(
+    default = (backward_launch if kernel.endswith("backward") else forward_launch)(
         block * max(heads) if across else block, across
     )
     rows = [B * N * (1 if across else count) for count in (H, K)]
@@ -499,7 +503,8 @@ class StreamHeads:
     q: Tensor  # (B, n, H, d)
     k: Tensor  # (B, n, K, d)
     v: Tensor  # (B, n, K, d)
-    q_weight: Tensor | None = None  # RMSNorm's weights (d,); None: no norms
+    # RMSNorm's weights: (d,), or across heads (H d,) and (K d,); None: no norms
+    q_weight: Tensor | None = None
     k_weight: Tensor | None = None
     table: Tensor | None = None  # cosines and sines, see rotate_heads(); None: no rotation
 
@@ -510,42 +515,51 @@ def join_heads_reference(streams: Sequence[StreamHeads], eps: float = 1e-6) -> t
     return q, k, torch.cat([stream.v for stream in streams], dim=1)
 
 
+def pack_heads_reference(stream: StreamHeads, parts: int, eps: float = 1e-6, across: bool = False) -> Tensor:
+    q, k = rotate_heads_reference(stream.q, stream.k, stream.q_weight, stream.k_weight, stream.table, eps, across)
+    return torch.stack([x.unflatten(2, (parts, -1)).movedim(2, 0) for x in (q, k, stream.v)], dim=3)
+
+
 @triton.jit(
     do_not_specialize=(
-        "tokens", "length", "out_length", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch",
-        "v_token", "v_head", "table_stride",
+        "tokens", "length", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch", "v_token",
+        "v_head", "q_out_batch", "q_out_token", "k_out_batch", "k_out_token", "out_part", "table_stride",
     )
 )  # fmt: skip
 def _join_heads_kernel(
     q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, table_ptr, q_out_ptr, k_out_ptr, v_out_ptr, tokens, length,
-    out_length, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, table_stride, eps,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, q_out_batch, q_out_token,
+    k_out_batch, k_out_token, out_part, table_stride, eps,
     H: tl.constexpr, K: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, Q_UNIT: tl.constexpr,
-    K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, TURN: tl.constexpr,
+    K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Process q in the first programs, k in the next programs, and v in the last programs."""
-    q_rows = tokens * H
-    k_rows = tokens * K
+    q_rows = tokens if ACROSS else tokens * H
+    k_rows = tokens if ACROSS else tokens * K
     q_programs = (q_rows + CHUNK - 1) // CHUNK
     k_programs = (k_rows + CHUNK - 1) // CHUNK
     program = tl.program_id(0)
     if program < q_programs:
         first = program * CHUNK
         forward_rows(
-            q_ptr, q_weight_ptr, table_ptr, q_out_ptr, first, tl.minimum(first + CHUNK, q_rows), length, out_length,
-            q_batch, q_token, q_head, table_stride, eps, H, HEAD, BLOCK, Q_UNIT, ROWS, STAGES, NORM, TURN, False,
+            q_ptr, q_weight_ptr, table_ptr, q_out_ptr, first, tl.minimum(first + CHUNK, q_rows), length, q_batch,
+            q_token, q_head, q_out_batch, q_out_token, out_part, table_stride, eps,
+            H, HEAD, BLOCK, Q_UNIT, Q_ROWS, STAGES, NORM, TURN, ACROSS, PARTS,
         )  # fmt: skip
     elif program < q_programs + k_programs:
         first = (program - q_programs) * CHUNK
         forward_rows(
-            k_ptr, k_weight_ptr, table_ptr, k_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, out_length,
-            k_batch, k_token, k_head, table_stride, eps, K, HEAD, BLOCK, K_UNIT, ROWS, STAGES, NORM, TURN, False,
+            k_ptr, k_weight_ptr, table_ptr, k_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, k_batch,
+            k_token, k_head, k_out_batch, k_out_token, out_part, table_stride, eps,
+            K, HEAD, BLOCK, K_UNIT, K_ROWS, STAGES, NORM, TURN, ACROSS, PARTS,
         )  # fmt: skip
     else:
         first = (program - q_programs - k_programs) * CHUNK
         forward_rows(
-            v_ptr, v_ptr, v_ptr, v_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, out_length,
-            v_batch, v_token, v_head, 0, eps, K, HEAD, BLOCK, V_UNIT, ROWS, STAGES, False, False, False,
+            v_ptr, v_ptr, v_ptr, v_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, v_batch,
+            v_token, v_head, k_out_batch, k_out_token, out_part, 0, eps,
+            K, HEAD, BLOCK, V_UNIT, K_ROWS, STAGES, False, False, ACROSS, PARTS,
         )  # fmt: skip
 
 
@@ -567,29 +581,42 @@ def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tenso
         if not fits or (stream.q_weight is None) != (stream.k_weight is None):
             shapes = [tuple(x.shape) for x in (stream.q, stream.k, stream.v)]
             raise ValueError(f"stream {number}: q, k, v of shapes {shapes} do not join those of the first stream")
-        named = {"q_weight": stream.q_weight, "k_weight": stream.k_weight, "table": stream.table}
-        check_tensors(q=stream.q, k=stream.k, v=stream.v, **{name: x for name, x in named.items() if x is not None})
-        _launch(stream, [out[:, begin : begin + n] for out in outputs], length, eps)
+        _launch(stream, [out[:, begin : begin + n].unsqueeze(0) for out in outputs], eps)
         begin += n
     return outputs[0], outputs[1], outputs[2]
 
 
-def _launch(stream: StreamHeads, outputs: list[Tensor], out_length: int, eps: float) -> None:
-    """Write a stream's q, k and v to its views of the outputs."""
-    (B, n, H, d), K = stream.q.shape, stream.k.shape[2]
-    prepared = [in_rows(x) for x in (stream.q, stream.k, stream.v)]
+def pack_heads(stream: StreamHeads, parts: int, eps: float = 1e-6, across: bool = False) -> Tensor:
+    """Return q, k and v (B, n, H, d) as (parts, B, n, 3, H / parts, d), with consecutive heads in each part, computed
+    by a Triton kernel.
+
+    Like :func:`join_heads`, one launch normalises and rotates q and k, and the result is not differentiable. across:
+    see :func:`rotate_heads`. Raises ValueError if shapes, dtypes or devices don't fit.
+    """
+    B, n, H, d = stream.q.shape
+    width = H * d if across else d
+    fits = stream.k.shape == stream.v.shape == stream.q.shape and H % parts == 0
+    for weight in (stream.q_weight, stream.k_weight):
+        fits = fits and (weight is None) == (stream.q_weight is None) and (weight is None or weight.shape == (width,))
+    if not fits or (across and not fits_across(H, d)):
+        shapes = [tuple(x.shape) for x in (stream.q, stream.k, stream.v)]
+        raise ValueError(f"q, k, v of shapes {shapes} and weights of {width} values can't be packed in {parts} parts")
+    packed = stream.q.new_empty(parts, B, n, 3, H // parts, d)
+    _launch(stream, list(packed.unbind(3)), eps, across)
+    return packed
+
+
+def _launch(stream: StreamHeads, outputs: list[Tensor], eps: float, across: bool = False) -> None:
+    """Write a stream's q, k and v to views (parts, B, n, heads of a part, d) of the outputs."""
+    named = {"q_weight": stream.q_weight, "k_weight": stream.k_weight, "table": stream.table}
+    check_tensors(q=stream.q, k=stream.k, v=stream.v, **{name: x for name, x in named.items() if x is not None})
+    (B, n, _, d), prepared = stream.q.shape, [in_rows(x) for x in (stream.q, stream.k, stream.v)]
     q, units = prepared[0][0], dict(zip(("Q_UNIT", "K_UNIT", "V_UNIT"), (unit for _, unit in prepared), strict=True))
     table, table_stride = pointer_of_table(stream.table, q)
-    block = max(2, next_power_of_2(d))
-    launch = choose_launch("join_heads", forward_launch(block, False), B * n * H, B * n * H, 2)
-    options: dict[str, Any] = {
-        "H": H, "K": K, "HEAD": d, "BLOCK": block, "ROWS": launch.rows, "CHUNK": launch.chunk,
-        "STAGES": launch.stages, "NORM": stream.q_weight is not None, "TURN": stream.table is not None,
-        "num_warps": launch.warps,
-    }  # fmt: skip
-    programs = -(-B * n * H // launch.chunk) + 2 * -(-B * n * K // launch.chunk)
-    _join_heads_kernel[(programs,)](
+    q_programs, k_programs, options = _shape("join_heads", q, stream.k, stream.q_weight, stream.table, across)
+    out_strides = [stride // d for out in outputs[:2] for stride in out.stride()[1:3]]
+    _join_heads_kernel[(q_programs + 2 * k_programs,)](
         *(x for x, _ in prepared), common.or_unused(stream.q_weight, q), common.or_unused(stream.k_weight, q), table,
-        *outputs, B * n, n, out_length, *(s for x, unit in prepared for s in strides_of(x, unit)), table_stride, eps,
-        **units, **options,
+        *outputs, B * n, n, *(s for x, unit in prepared for s in strides_of(x, unit)), *out_strides,
+        outputs[0].stride(0) // d, table_stride, eps, PARTS=len(outputs[0]), **units, **options,
     )  # fmt: skip

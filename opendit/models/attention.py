@@ -75,6 +75,21 @@ class TokenGrid:
         """Join the tensors (B, n, ...) of the streams to one tensor (B, N, ...) with all tokens."""
         return torch.cat(list(streams), dim=1) if self.interleaved is None else self.interleaved.join(streams)
 
+    def of_samples(self, samples: slice) -> "TokenGrid":
+        """Return the grid of a part of the batch."""
+        rotary, keys = self.rotary, self.keys
+        rotary = rotary[samples] if rotary is not None and rotary.dim() == 4 else rotary
+        return replace(self, rotary=rotary, keys=None if keys is None else keys[samples])
+
+    def of_tokens(self, first: int, count: int) -> "TokenGrid":
+        """Return the grid with the rotations of ``count`` consecutive tokens, padded with zeros past the last token.
+        first: index of the first token."""
+        if self.rotary is None:
+            return self
+        part = self.rotary[..., first : first + count, :, :]
+        missing = count - part.shape[-3]
+        return replace(self, rotary=F.pad(part, (0, 0, 0, 0, 0, missing)) if missing else part)
+
     def rows_of_streams(self) -> list[tuple[Tensor, ...]]:
         samples = None if self.interleaved is None else self.interleaved.samples
         return [()] * len(self.streams) if samples is None else [(rows,) for rows in samples]
@@ -225,10 +240,6 @@ class Attention(nn.Module):
             return shards.project_and_attend(x, self._qkv_of_every_head(), self.num_heads, attend, float8)
         q, k, v = self.project(x, ops)
         if shards is not None:
-            if self.across:  # Normalise before ranks exchange heads, because the norm needs all heads of a token.
-                turns = grid if self._turns_all_channels(grid) else None
-                q, k, v = self.prepare(q, k, v, turns, ops)
-                attend = replace(attend, normalised=True, grid=grid if turns is None else replace(turns, rotary=None))
             return shards.attention(q, k, v, attend)
         return attend(q, k, v).transpose(1, 2).flatten(2)
 
@@ -294,7 +305,7 @@ class Attention(nn.Module):
             # the channels. The products of q and k do not change if both are reordered, so q and k keep the new order.
             q, k = ops.normalise_rotate(q, k, *norms, None, self.across)
             q, k, norms = _as_neighbours(q), _as_neighbours(k), (None, None)
-        if self._turns_all_channels(grid):  # The table covers the channels of all heads, so treat them as one head.
+        if self.turns_all_channels(grid):  # The table covers the channels of all heads, so treat them as one head.
             whole = (x.flatten(2).unsqueeze(2) for x in (q, k))
             turned = ops.normalise_rotate(*whole, *norms, rotary, False)
             q, k = (x.unflatten(3, (-1, self.head_dim)).squeeze(2) for x in turned)
@@ -302,18 +313,21 @@ class Attention(nn.Module):
             q, k = ops.normalise_rotate(q, k, *norms, rotary, self.across)
         return q.transpose(1, 2), k.transpose(1, 2), v
 
-    def _turns_all_channels(self, grid: TokenGrid | None) -> bool:
+    def turns_all_channels(self, grid: TokenGrid | None) -> bool:
         return grid is not None and grid.rotary is not None and 2 * grid.rotary.shape[-2] != self.head_dim
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.output(x))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch.compile hashes a callable before its fields are set
 class GridAttention:
     """A layer's attention between the tokens of a grid, for sequence-parallel strategies. A call with q, k, v (B, H, N,
-    d) of all tokens returns (B, H, N, d). A strategy that receives keys in blocks calls :meth:`prepare` for each
-    block."""
+    d) of all tokens returns (B, H, N, d).
+
+    A strategy can also normalise and rotate a rank's own tokens, with all their heads, before ranks exchange heads: by
+    :meth:`prepare` or :meth:`pack`. It then calls ``prepared``, which only attends.
+    """
 
     layer: Attention
     grid: TokenGrid | None
@@ -323,12 +337,37 @@ class GridAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.layer.attention(q, k, v, self.grid, self.ops, self.normalised)
 
+    def of_samples(self, samples: slice) -> "GridAttention":
+        """Return the attention for a part of the batch."""
+        return replace(self, grid=None if self.grid is None else self.grid.of_samples(samples))
+
+    @property
+    def prepared(self) -> "GridAttention":
+        """The attention for queries and keys that are already normalised and rotated."""
+        return replace(self, grid=None if self.grid is None else replace(self.grid, rotary=None), normalised=True)
+
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """Normalise and rotate the queries and keys of consecutive tokens. first: index of the first token."""
-        grid = self.grid
-        if grid is not None and grid.rotary is not None:
-            grid = replace(grid, rotary=grid.rotary[..., first : first + q.shape[2], :, :])
-        return self.layer.prepare(q, k, v, grid, self.ops, self.normalised)
+        return self.layer.prepare(q, k, v, self._of_tokens(first, q.shape[2]), self.ops, self.normalised)
+
+    def pack(self, q: Tensor, k: Tensor, v: Tensor, first: int, parts: int) -> Tensor:
+        """Compute :meth:`prepare`, and divide the heads into ``parts`` of consecutive heads: return (parts, B, n, 3, H
+        / parts, d), contiguous, with one key and value for every query."""
+        layer, packs, grid = self.layer, self.ops.pack_heads, self._of_tokens(first, q.shape[2])
+        norms, table = (layer.q_norm, layer.k_norm), grid and grid.rotary
+        plain = table is None or not (layer.halves or layer.turns_all_channels(grid))
+        if packs is None or self.normalised or not plain or k.shape[1] < q.shape[1]:
+            q, k, v = layer.prepare(q, k, v, grid, self.ops, self.normalised)
+            (k, v), norms, table = for_every_head(q, k, v), (None, None), None
+        if packs is None:
+            return torch.stack([x.unflatten(1, (parts, -1)).permute(1, 0, 3, 2, 4) for x in (q, k, v)], dim=3)
+        return packs(*(x.transpose(1, 2) for x in (q, k, v)), *norms, table, layer.across, parts)
+
+    def _of_tokens(self, first: int, count: int) -> TokenGrid | None:
+        if self.grid is None:
+            return None
+        # A table for the channels of all heads covers only the tokens of this rank.
+        return self.grid.of_tokens(0 if self.layer.turns_all_channels(self.grid) else first, count)
 
 
 @dataclass(frozen=True)

@@ -309,6 +309,9 @@ class BlockOps:
     - The two operations with ``rmsnorm`` in their names use an RMSNorm instead, the argument before ``shift``.
     - ``join_heads(streams)`` gets (q, k, v, q_norm, k_norm, table) for every stream of a joint sequence. It normalises
       and rotates q and k like ``normalise_rotate``, and returns q, k and v (B, N, H, d) of all tokens.
+    - ``pack_heads(q, k, v, q_norm, k_norm, table, across, parts)`` gets q, k and v (B, N, H, d). It normalises and
+      rotates q and k like ``normalise_rotate``, and returns (parts, B, N, 3, H / parts, d), with consecutive heads in
+      each part.
     - ``swiglu`` gets the linear layer's output.
 
     Every operation with a shift, a scale or a gate (B, D) accepts one more tensor as its last argument,
@@ -329,6 +332,7 @@ class BlockOps:
     add_table: Callable[[Tensor, Tensor], Tensor] = add_table
     normalise_rotate: Callable[..., tuple[Tensor, Tensor]] = normalise_rotate
     join_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    pack_heads: Callable[..., Tensor] | None = None
     kernels: tuple[Kernel, ...] = ()  # the kernels that replace references
 
     @classmethod

@@ -121,7 +121,7 @@ class SharedTokens:
         if padding:
             q, k, v = (part[:, :, : self.length] for part in (q, k, v))
         if self.shared is None:
-            output = attend(q, k, v).transpose(1, 2).flatten(2)
+            output = attend.prepared(*attend.prepare(q, k, v, 0)).transpose(1, 2).flatten(2)
         else:
             output = self.shared.attention(q, k, v, attend)
         return F.pad(output, (0, 0, 0, padding)) if padding else output

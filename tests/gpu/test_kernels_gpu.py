@@ -26,6 +26,7 @@ from tests.kernels.cases import (
     arguments_of,
     check,
     check_join_heads,
+    check_pack_heads,
     check_rotate_heads,
     check_split_heads,
     make_inputs,
@@ -338,6 +339,14 @@ def test_rotate_heads(dtype, norm, head_dim):
 def test_join_heads(dtype, norm, table):
     for batch, lengths, heads, head_dim in ((1, (512, 4096), (24, 24), 128), (3, (7, 255, 1), (12, 3), 72)):
         check_join_heads(batch, lengths, heads, head_dim, dtype, norm, table, "cuda", FLOAT32)
+
+
+@dtypes
+@pytest.mark.parametrize("norm", (None, "head", "across"))
+@pytest.mark.parametrize("table", (None, "shared", "of samples"))
+def test_pack_heads(dtype, norm, table):
+    for batch, length, heads, parts, head_dim in ((1, 4096, 12, 2, 128), (3, 255, 12, 4, 72)):
+        check_pack_heads(batch, length, heads, parts, head_dim, dtype, norm, table, "cuda")
 
 
 @dtypes

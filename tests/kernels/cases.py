@@ -40,7 +40,7 @@ from opendit.kernels.rmsnorm_modulate import (
     rmsnorm_modulate,
     rmsnorm_modulate_reference,
 )
-from opendit.kernels.rotate_heads import StreamHeads, join_heads, rotate_heads
+from opendit.kernels.rotate_heads import StreamHeads, join_heads, pack_heads, rotate_heads
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.swiglu import swiglu, swiglu_reference
 
@@ -386,6 +386,31 @@ def check_join_heads(
         difference = value.double() - reference
         error, largest = difference.norm() / reference.norm(), difference.abs().max() / reference.abs().max()
         assert error <= BOUNDS[dtype] and largest <= max(LARGEST[dtype], BOUNDS[dtype]), f"{name}: {error}, {largest}"
+
+
+def check_pack_heads(
+    batch: int, length: int, heads: int, parts: int, head_dim: int, dtype: torch.dtype, norm: str | None,
+    table: str | None, device="cpu",
+) -> None:  # fmt: skip
+    """Assert the bounds of pack_heads, and that values are copied exactly. norm: None, "head" or "across"."""
+    random = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+    q, k, v = random(batch, length, 3, heads, head_dim).to(dtype).unbind(2)
+    across, eps, turns = norm == "across", 1e-5, None
+    weights = [random(head_dim * (heads if across else 1)).to(dtype) if norm else None for _ in range(2)]
+    if table is not None:
+        angles = random(*((batch,) if table == "of samples" else ()), length, head_dim // 2) * 3
+        turns = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    with poisoned_memory():
+        packed = pack_heads(StreamHeads(q, k, v, *weights, turns), parts, eps, across)
+    assert packed.shape == (parts, batch, length, 3, heads // parts, head_dim) and packed.dtype == dtype
+    found = packed.permute(3, 1, 2, 0, 4, 5).flatten(3, 4)
+    assert torch.equal(found[2], v)
+    for x, weight, value in zip((q, k), weights, found[:2], strict=True):
+        exact_weight = None if weight is None else weight.double()
+        reference = exact_rotated_heads(x.double(), exact_weight, turns, eps, across)
+        difference = value.double() - reference
+        error, largest = difference.norm() / reference.norm(), difference.abs().max() / reference.abs().max()
+        assert error <= BOUNDS[dtype] and largest <= max(LARGEST[dtype], BOUNDS[dtype]), (error, largest)
 
 
 def check(op: Operator, leaves: dict[str, Tensor], sample_of_row: Tensor | None = None) -> None:

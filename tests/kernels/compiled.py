@@ -35,7 +35,7 @@ from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layer
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.linear import sum_parts, transpose
 from opendit.kernels.philox import philox_bits
-from opendit.kernels.rotate_heads import StreamHeads, join_heads, rotate_heads
+from opendit.kernels.rotate_heads import StreamHeads, join_heads, pack_heads, rotate_heads
 from opendit.kernels.sampling_step import embed_patches, gather_rows, guided_update, take_step
 from opendit.kernels.short_attention import short_attention
 from opendit.kernels.split_heads import gather_heads_float8, split_heads
@@ -172,6 +172,12 @@ def joined(heads: int, size: int, dtype: torch.dtype) -> None:
     join_heads([StreamHeads(q, k, v, weight, weight, table)] * 2)
 
 
+def packed(heads: int, size: int, dtype: torch.dtype, across: bool) -> None:
+    q, k, v = torch.randn(2, 256, 3, heads, size, dtype=dtype).unbind(2)
+    weight, table = torch.randn(heads * size if across else size, dtype=dtype), torch.zeros(256, size // 2, 2)
+    pack_heads(StreamHeads(q, k, v, weight, weight, table), 2, across=across)
+
+
 def short(batch: int, tokens: int, heads: int, size: int) -> None:
     qkv = torch.empty(batch, tokens, 3, heads, size, dtype=BFLOAT16)
     short_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
@@ -223,8 +229,10 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         for what in ((True, True, False), (True, False, False), (False, True, False)):
             yield f"rotate_heads {heads_of} {what}", lambda h=heads_of, w=what: rotated(*h, *w)
         yield f"join_heads {heads_of}", lambda h=heads_of: joined(*h)
+        yield f"pack_heads {heads_of}", lambda h=heads_of: packed(*h, False)
     for heads_of in ((12, 128), (40, 128)):
         yield f"rotate_heads across {heads_of}", lambda h=heads_of: rotated(*h, BFLOAT16, True, True, True)
+        yield f"pack_heads across {heads_of}", lambda h=heads_of: packed(*h, BFLOAT16, True)
     for shape in ((2, 256, 16, 72), (64, 256, 16, 72), (64, 130, 6, 64), (64, 256, 8, 96)):
         yield f"short_attention {shape}", lambda s=shape: short(*s)
     for size in (72, 96):

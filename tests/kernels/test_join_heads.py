@@ -1,4 +1,4 @@
-"""join_heads in Triton's interpreter, against float64; and FLUX.1's double blocks with it against those without."""
+"""join_heads and pack_heads in Triton's interpreter, against float64; and FLUX.1's double blocks with join_heads."""
 
 from dataclasses import replace
 
@@ -7,14 +7,14 @@ import torch
 
 from opendit.kernels import operations
 from opendit.kernels.common import Launch, forced_launch
-from opendit.kernels.rotate_heads import StreamHeads, join_heads
+from opendit.kernels.rotate_heads import StreamHeads, join_heads, pack_heads
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import ResidualStream
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.models.layers import TORCH_OPS
-from tests.kernels.cases import DTYPES, check_join_heads, pairwise
+from tests.kernels.cases import DTYPES, check_join_heads, check_pack_heads, pairwise
 from tests.models.families.oracles import FLUX
 from tests.models.test_dit import randomised
 
@@ -47,6 +47,37 @@ def test_streams_that_do_not_fit_are_named():
         join_heads([StreamHeads(q, q, q), StreamHeads(k, k, k)])
     with pytest.raises(ValueError, match="stream 0"):
         join_heads([StreamHeads(q, q, q, q_weight=torch.ones(8))])
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "head_dim", "dtype", "norm", "table"),
+    pairwise(
+        (1, 3),
+        (1, 13),
+        ((6, 1), (6, 2), (6, 3), (4, 4), (12, 2)),
+        (64, 72, 128, 10),
+        DTYPES,
+        (None, "head", "across"),
+        (None, "shared", "of samples"),
+    ),
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_packed_values(batch, length, heads, head_dim, dtype, norm, table):
+    rows = 1 if norm == "across" else 4
+    with forced_launch(join_heads=Launch(rows=rows, tiles=2, warps=1)):
+        check_pack_heads(batch, length, *heads, head_dim, dtype, norm, table)
+
+
+def test_heads_that_can_not_be_packed():
+    q, weight = torch.randn(2, 5, 6, 8), torch.ones(8)
+    for stream, parts, across in (
+        (StreamHeads(q, q, q), 4, False),
+        (StreamHeads(q, q[:, :, :3], q[:, :, :3]), 3, False),
+        (StreamHeads(q, q, q, weight, weight), 2, True),
+        (StreamHeads(q, q, q, weight), 2, False),
+    ):
+        with pytest.raises(ValueError, match="can't be packed"):
+            pack_heads(stream, parts, across=across)
 
 
 def test_a_model_with_it():

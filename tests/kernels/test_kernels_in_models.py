@@ -64,7 +64,8 @@ def test_flags_choose_the_operations():
             "normalise_rotate",
         },
         (False, False, True): {"linear_heads"},
-        (True, True, True): set(BlockOps.names()) - {"linear", "join_heads"},  # join_heads has no gradients
+        (True, True, True): set(BlockOps.names())
+        - {"linear", "join_heads", "pack_heads"},  # these two have no gradients
     }
     for flags, replaced in by_flags.items():
         ops = with_kernels(DiT(CONFIG), SpeedFlags(*flags)).blocks[0].ops

@@ -239,7 +239,7 @@ class PublicDiT(DiT):
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
         """Select the rotations for the tokens and heads that this rank projects. If all heads share the rotations,
-        return them unchanged; ranks apply them after exchanging heads."""
+        return them unchanged; the ranks' strategy selects from them."""
         if table is None or shards is None or not self.config.spec.rotary.steps:
             return table
         return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))

@@ -54,7 +54,7 @@ class SequenceParallel:
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
         """Return this rank's shard of a sequence of several token streams. lengths: the streams' lengths."""
-        exchange = cast(UlyssesRing, self.strategy).attention
+        exchange = cast(UlyssesRing, self.strategy).exchange
         parts = tuple(SharedSequence(self, length) for length in lengths)
         return cast(SequenceShards, SharedStreams(parts, lengths, self.group.size, cast(Any, exchange)))
 
@@ -137,7 +137,7 @@ def sequence_parallel(
     Args:
         shape: ``auto`` chooses for sequences of this shape. Sequences of other lengths work, too.
         keep_gathered: see :class:`FastSeq`.
-        groups: number of groups into which Ulysses divides a rank's heads; None to choose with the cost model.
+        groups: number of groups of Ulysses (see :class:`StrategyChoice`); None to choose with the cost model.
         direct: True to use symmetric memory if possible.
 
     Raises ValueError if ``kind`` or ``groups`` does not work with the model's number of heads.
@@ -211,9 +211,9 @@ class SharedStreams:
     parts: tuple[Any, ...]  # each stream's shard
     lengths: tuple[int, ...]  # each stream's length on all ranks
     ranks: int
-    # Attention of q, k, v (B, H, rows, d), this rank's tokens, with an ``attend`` and the token count of all ranks with
-    # padding. None if projections return the tokens of all ranks.
-    exchange: Callable[[Tensor, Tensor, Tensor, Attend, int], Tensor] | None
+    # UlyssesRing.exchange; None if projections return the tokens of all ranks. It gets q, k, v (B, H, rows, d) of this
+    # rank's tokens, and the token count of all ranks with padding.
+    exchange: Callable[[Tensor, Tensor, Tensor, GridAttention, Callable[[slice], Attend], int], Tensor] | None
 
     takes_projection = False
     axial = False
@@ -232,20 +232,21 @@ class SharedStreams:
     def gather_stream(self, number: int, x: Tensor) -> Tensor:
         return self.parts[number].gather(x)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
         """Return the attention output for q, k, v (B, H, n, d) of this rank's tokens. If the projections gather tokens,
         q, k, v have the tokens of all ranks."""
         order = self._order(q.device)
 
-        def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            output = attend(*(part.index_select(2, order) for part in (q, k, v)))
+        def in_order(samples: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            output = attend.of_samples(samples)(*(part.index_select(2, order) for part in (q, k, v)))
             return output.new_zeros(*q.shape[:2], self.ranks * self.rows, q.shape[3]).index_copy(2, order, output)
 
         if self.exchange is None:
-            return in_order(q, k, v).transpose(1, 2).flatten(2)
-        return self.exchange(q, k, v, in_order, self.ranks * self.rows)
+            return in_order(slice(None), q, k, v).transpose(1, 2).flatten(2)
+        attend_of = functools.partial(functools.partial, in_order)
+        return self.exchange(q, k, v, attend.prepared, attend_of, self.ranks * self.rows)
 
-    def attention_of_streams(self, projected: Sequence[tuple[Tensor, ...]], attend: Attend) -> Sequence[Tensor]:
+    def attention_of_streams(self, projected: Sequence[tuple[Tensor, ...]], attend: GridAttention) -> Sequence[Tensor]:
         """Return every stream's attention output (B, n, H d) from every stream's q, k, v (B, n, H, d)."""
         if self.exchange is not None:
             q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*projected, strict=True))

@@ -15,7 +15,19 @@ from dataclasses import dataclass, field, replace
 from opendit.config.names import AXIAL, SEQUENCE_TYPES
 from opendit.parallel.hardware import H200, HardwareModel
 
-MOST_GROUPS = 6  # maximum number of groups of heads; a group costs the host about 30 calls per layer
+MOST_GROUPS = 6  # maximum number of groups of one sample's heads; a group costs the host about 30 calls per layer
+
+
+def split_groups(groups: int, samples: int, heads: int) -> tuple[int, int]:
+    """Divide the samples and a rank's ``heads`` into ``groups`` in all. Return (number of groups of samples, number of
+    groups of heads). Samples are divided first, because a single sample needs fewer copies. There are fewer groups if
+    their number does not divide the samples and heads."""
+    of_samples = math.gcd(groups, samples)
+    return of_samples, math.gcd(groups // of_samples, heads)
+
+
+def can_group(groups: int, samples: int, heads: int) -> bool:
+    return math.prod(split_groups(groups, samples, heads)) == groups
 
 
 @dataclass(frozen=True)
@@ -38,13 +50,14 @@ class StrategyChoice:
 
     kind: str
     reason: str
-    groups: int = 1  # number of head groups on a rank (ulysses)
+    # number of groups of samples and a rank's heads (ulysses, see split_groups()); with symmetric memory, only of heads
+    groups: int = 1
     heads_over: int = 1  # number of ranks that divide the heads (usp)
     seconds: float = field(default=0.0, compare=False)  # cost per layer
 
     def __str__(self) -> str:
         detail = f" of {self.heads_over} ranks x ring" if self.kind == "usp" else ""
-        detail += f" in {self.groups} head groups" if self.groups > 1 else ""
+        detail += f" in {self.groups} groups" if self.groups > 1 else ""
         return f"{self.kind}{detail}: {self.reason}"
 
 
@@ -85,7 +98,7 @@ class _Costs:
         # seconds to compute q, k, v of one rank's tokens
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
         hop = self.whole / P + m.latency
-        heads = self.whole * (P - 1) / P**2 + m.latency
+        heads = self.whole * (P - 1) / P**2 + m.latency + self.copies(s.samples)
         again = self.whole * (P - 1) / P + m.latency
         again = self.exposed(again, 2.5 * self.attention_flop / m.attention_backward)
         # the reduction overlaps with the gradients of input and weight
@@ -108,19 +121,26 @@ class _Costs:
         weights = (1 + 1 / P) * 3 * s.hidden**2
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
+    def copies(self, samples: int) -> float:
+        """Return the seconds, in one direction, of the copies that are needed if one exchange has several samples: q,
+        k, v and the attention output are read and written once more."""
+        return 2 * 4 * self.whole * self.hardware.link / self.ranks / self.hardware.memory if samples > 1 else 0.0
+
     def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:
         """Return the seconds of Ulysses with collectives: the visible time of all-to-alls among ``ranks`` ranks,
         forward and backward. Attention hides some of the transfers, but not for the first group."""
         m, P = self.hardware, ranks or self.ranks
+        number, of_heads = split_groups(groups, self.shape.samples, self.shape.heads // P)
         exchanged = 2 * 4 * self.whole * P / self.ranks * (P - 1) / P**2
         others = (groups - 1) / groups
         visible = exchanged / groups + self.exposed(exchanged * others, self.attention_seconds * others)
-        return visible + 2 * (groups + 1) * m.latency + self.in_groups(groups, P)
+        copied = 2 * self.copies(self.shape.samples // number)
+        return visible + 2 * (groups + 1) * m.latency + copied + self.in_groups(of_heads, P, number)
 
-    def waves(self, heads: int) -> int:
-        """Return how many waves of thread blocks attention needs for this number of heads."""
+    def waves(self, heads: int, samples: int) -> int:
+        """Return how many waves of thread blocks attention needs for this number of heads and samples."""
         s, m = self.shape, self.hardware
-        return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
+        return math.ceil(samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
         """Return the seconds of Ulysses with symmetric memory: one group's transfers, one more copy of the attention
@@ -130,12 +150,13 @@ class _Costs:
         copied = 2 * 2 * self.whole * m.link / P / m.memory
         return exchanged + copied + self.in_groups(groups, P)
 
-    def in_groups(self, groups: int, ranks: int) -> float:
-        """Return the additional seconds of attention if a rank's heads are processed in groups. ranks: number of ranks
-        that divide the heads."""
-        m, heads = self.hardware, self.shape.heads // ranks
-        together = self.waves(heads)
-        idle = self.attention_seconds * (groups * self.waves(heads // groups) / together - 1)
+    def in_groups(self, of_heads: int, ranks: int, of_samples: int = 1) -> float:
+        """Return the additional seconds of attention if samples and a rank's heads are processed in groups. ranks:
+        number of ranks that divide the heads."""
+        m, heads, samples = self.hardware, self.shape.heads // ranks, self.shape.samples
+        together, groups = self.waves(heads, samples), of_heads * of_samples
+        each = self.waves(heads // of_heads, samples // of_samples)
+        idle = self.attention_seconds * (groups * each / together - 1)
         return (groups - 1) * (m.group + m.tail * self.attention_seconds / together) + idle
 
     def ring(self, ranks: int | None = None) -> float:
@@ -156,7 +177,7 @@ def _usp_split(ranks: int, heads: int) -> int:
 
 
 def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None) -> list[StrategyChoice]:
-    """List the strategies that work with the number of heads, with their costs. groups: number of head groups for
+    """List the strategies that work with the number of heads, with their costs. groups: number of groups for
     Ulysses; None for the cheapest number."""
     costs, plans = _Costs(ranks, shape, hardware), []
     if shape.heads % ranks == 0:
@@ -164,7 +185,9 @@ def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None
             StrategyChoice("fastseq", "", seconds=costs.direct_fastseq() if hardware.direct else costs.fastseq())
         )
         local, cost = shape.heads // ranks, costs.direct_ulysses if hardware.direct else costs.ulysses
-        several = [groups] if groups else [g for g in range(1, min(local, MOST_GROUPS) + 1) if local % g == 0]
+        samples = 1 if hardware.direct else shape.samples
+        most = samples * min(local, MOST_GROUPS)
+        several = [groups] if groups else [g for g in range(1, most + 1) if can_group(g, samples, local)]
         plans.append(min((StrategyChoice("ulysses", "", g, seconds=cost(g)) for g in several), key=lambda p: p.seconds))
     plans.append(StrategyChoice("ring", "", seconds=costs.ring()))
     if inner := _usp_split(ranks, shape.heads):
@@ -177,10 +200,10 @@ def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
     """Choose how ``ranks`` ranks divide sequences of ``shape``. kind: a strategy, or auto for the cheapest. groups:
-    number of head groups for Ulysses; None to choose. hardware: None for H200s.
+    number of groups for Ulysses; None to choose. hardware: None for H200s.
 
-    Raises ValueError for a ``kind`` that is unknown or does not suit the model, for ``groups`` that do not divide a
-    rank's heads, and if auto finds no strategy.
+    Raises ValueError for a ``kind`` that is unknown or does not suit the model, for ``groups`` that do not divide the
+    samples and a rank's heads, and if auto finds no strategy.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:
@@ -197,8 +220,9 @@ def make_plan(
             why = f"{ranks} ranks are no grid, which needs a number like 4 or 6"
         way_out = "ring or auto" if "ring" in shape.types else "a size that divides them"
         raise ValueError(f"--sequence_parallel_type {kind}: {why}; use {way_out}")
-    if groups and shape.heads // inner % groups:
-        raise ValueError(f"{shape.heads // inner} heads a rank can't be exchanged in {groups} groups")
+    if groups and not can_group(groups, 1 if hardware.direct else shape.samples, shape.heads // inner):
+        several = "" if hardware.direct or shape.samples == 1 else f"{shape.samples} samples of "
+        raise ValueError(f"{several}{shape.heads // inner} heads a rank can't be exchanged in {groups} groups")
     plans = {plan.kind: plan for plan in _plans(ranks, shape, hardware, groups)}
     if kind != "auto":
         return replace(plans[kind], reason="asked for")

@@ -193,8 +193,9 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, packed: Tensor, length: int):
         ctx.shape = packed.shape
-        rows = packed.transpose(0, 1).flatten(1, 2)[:, :length]
-        return rows.permute(2, 0, 3, 1, 4).unbind(0)
+        P, B, n = packed.shape[:3]
+        rows = packed.transpose(0, 1).reshape(B, P * n, *packed.shape[3:])  # a view for one sample
+        return rows[:, :length].permute(2, 0, 3, 1, 4).unbind(0)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -216,13 +217,6 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return _Unpack.apply(packed, length)
 
 
-def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int, groups: int = 1, group: int = 0) -> Tensor:
-    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Rank p owns H / P consecutive
-    heads, divided into ``groups`` groups. Row p has the heads of group number ``group``."""
-    parts = (part.unflatten(1, (ranks, groups, -1))[:, :, group] for part in (q, k, v))
-    return torch.stack([part.permute(1, 0, 3, 2, 4) for part in parts], dim=3)
-
-
 def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
     """Return the attention output (B, h, N, d) as (P, B, n, h, d) to send. Row p has the n = ``rows`` tokens of rank p,
     with zeros for padding."""
@@ -232,6 +226,32 @@ def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
     return by_token.unflatten(1, (ranks, rows)).transpose(0, 1).contiguous()
 
 
-def side_by_side(received: Sequence[Tensor]) -> Tensor:
-    """Join the heads of all ranks: return (B, n, D). received: one tensor (P, B, n, h, d) for each group of heads."""
-    return torch.cat([part.permute(1, 2, 0, 3, 4) for part in received], dim=3).flatten(2)
+class _SideBySide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, samples: int, *received: Tensor):
+        (P, b, n, h, d), groups = received[0].shape, len(received) // samples
+        joined = received[0].new_empty(samples, b, n, groups, P, h, d)
+        ctx.shape, wide = joined.shape, d * joined.element_size() % 8 == 0
+        for target, part in zip(_parts_of(joined), received, strict=True):
+            if wide:  # a GPU copies strided tensors in larger units at up to twice the speed
+                target, part = target.view(torch.int64), part.view(torch.int64)
+            target.copy_(part)
+        return joined.view(samples * b, n, -1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, *_parts_of(grad.reshape(ctx.shape))
+
+
+def _parts_of(joined: Tensor) -> list[Tensor]:
+    """Return views (P, b, n, h, d) of all samples (samples, b, n, groups, P, h, d)."""
+    return [part.permute(2, 0, 1, 3, 4) for sample in joined for part in sample.unbind(2)]
+
+
+def side_by_side(received: Sequence[Tensor], samples: int = 1) -> Tensor:
+    """Join the heads of all ranks: return (B, n, D) from the received tensors (P, b, n, h, d).
+
+    There is one tensor for each of the ``samples`` groups of B / ``samples`` samples and each group of heads. The
+    groups of heads vary fastest. A group has neighbouring heads, in the order of the ranks.
+    """
+    return _SideBySide.apply(samples, *received)

@@ -1,8 +1,14 @@
 """Ulysses sequence parallelism (Jacobs et al., "DeepSpeed Ulysses", 2023), alone or combined with ring attention.
 
 An all-to-all sends heads, so that a rank has some heads for all tokens. Attention is then local. A second all-to-all
-returns the result. :class:`UlyssesRing` sends q, k and v in one packed exchange. With a ring, a sequence's ranks form a
-grid: neighbouring ranks (``heads.size``) exchange heads, and ring attention connects ranks along the second dimension.
+returns the result. :class:`UlyssesRing` sends q, k and v in one packed exchange. If every sample is exchanged by
+itself, attention reads q, k and v from the received tensor, and its output is sent, without a copy:
+
+    x ─▶ q k v of own tokens ─one kernel─▶ (P, n, 3, h, d) ─all-to-all─▶ (N, 3, h, d) ─▶ attention
+      ─▶ (N, h, d) ─all-to-all─▶ (P, n, h, d) ─copy─▶ all heads of own tokens
+
+With a ring, a sequence's ranks form a grid: neighbouring ranks (``heads.size``) exchange heads, and ring attention
+connects ranks along the second dimension.
 
 :class:`DirectUlysses` needs no collectives: ranks access each other's memory (peer_memory.py).
 
@@ -14,6 +20,7 @@ incoming group and the last outgoing group. Copy engines transfer all other grou
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,11 +34,11 @@ from opendit.kernels.exchange_heads import new_heads
 from opendit.models.attention import AnyProjection, GridAttention, for_every_head
 from opendit.models.layers import Attend
 from opendit.parallel.collectives import Exchange, Group, Ring
+from opendit.parallel.sequence.choose import split_groups
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, PeerRows
 from opendit.parallel.sequence.products import (
     Products,
     column_sums,
-    pack,
     prepare_projection,
     side_by_side,
     tokens_by_rank,
@@ -180,41 +187,58 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 @dataclass(frozen=True)
 class UlyssesRing:
     """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A group of one rank
-    switches its method off.
-
-    A rank's heads are divided into ``groups``, so that one group is exchanged while attention runs for another.
-    """
+    switches its method off. One group of samples and heads is exchanged while attention runs for another."""
 
     heads: Group
     ring: Group
-    groups: int = 1
+    groups: int = 1  # number of groups, see split_groups()
 
     takes_projection: ClassVar[bool] = False
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention, length: int) -> Tensor:
-        rows, block = q.shape[2], q.shape[2] * self.heads.size
+        return self.exchange(q, k, v, attend, attend.prepared.of_samples, length)
+
+    def exchange(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        own: GridAttention,
+        attend_of: Callable[[slice], Attend],
+        length: int,
+    ) -> Tensor:
+        """Attend from this rank's tokens to the tokens of all ranks. own: normalises and rotates this rank's q and k.
+        attend_of(samples): attention between all tokens of a part of the batch."""
+        (B, H, rows, _), ranks = q.shape, self.heads.size
+        first, block = (self.ring.rank * ranks + self.heads.rank) * rows, ranks * rows
         lengths = [min(max(length - i * block, 0), block) for i in range(self.ring.size)]
-        mine, first = lengths[self.ring.rank], self.ring.rank * block
-        around = self._around(attend, first, lengths) if self.ring.size > 1 else attend
-        if self.heads.size == 1:
-            output = around(*(part[:, :, :mine] for part in (q, k, v))).transpose(1, 2).flatten(2)
+        mine = lengths[self.ring.rank]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, samples: slice) -> Tensor:
+            if self.ring.size > 1:
+                return ring_attention(q, k, v, Ring(self.ring), lengths)
+            return attend_of(samples)(q, k, v)
+
+        if ranks == 1:
+            q, k, v = own.prepare(q[:, :, :mine], k[:, :, :mine], v[:, :, :mine], first)
+            output = attend(q, k, v, slice(None)).transpose(1, 2).flatten(2)
             return F.pad(output, (0, 0, 0, rows - mine)) if mine < rows else output
-        ranks, heads = self.heads.size, (q, *for_every_head(q, k, v))
-        arriving = [Exchange(self.heads).start(pack(*heads, ranks, self.groups, group)) for group in range(self.groups)]
-        leaving = []
-        for exchange in arriving:
-            output = around(*unpack(exchange.finish(), mine))
+        number, of_heads = split_groups(self.groups, B, H // ranks)
+        groups = [slice(i * B // number, (i + 1) * B // number) for i in range(number)]
+        arriving, leaving = [], []
+        parts = (_cut(part, number) for part in (q, k, v))
+        for samples, q, k, v in zip(groups, *parts, strict=True):
+            packed = own.of_samples(samples).pack(q, k, v, first, of_heads * ranks)
+            arriving += [(samples, Exchange(self.heads).start(part)) for part in _cut(packed, of_heads)]
+        for samples, exchange in arriving:
+            output = attend(*unpack(exchange.finish(), mine), samples)
             leaving.append(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)))
-        return side_by_side([exchange.finish() for exchange in leaving])
+        return side_by_side([exchange.finish() for exchange in leaving], number)
 
-    def _around(self, attend: GridAttention, first: int, lengths: list[int]) -> Attend:
-        """Return a function for attention to the keys of all ranks of the ring. first: index of this rank's first token
-        in the sequence. lengths: token count of every rank of the ring."""
 
-        def attend_around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return ring_attention(*attend.prepare(q, k, v, first), ring=Ring(self.ring), lengths=lengths)
-
-        return attend_around
+def _cut(x: Tensor, number: int) -> Sequence[Tensor]:
+    """Cut x into ``number`` tensors along dimension 0. The backward pass of a single tensor copies nothing."""
+    return x.chunk(number) if number > 1 else [x]
 
 
 @dataclass(frozen=True)
