@@ -282,7 +282,8 @@ class DiT(nn.Module):
         """Compute the result of :meth:`forward` for x.
 
         Args:
-            modulations, positions: results of the methods with these names.
+            modulations: result of the method with this name.
+            positions: result of the method with this name.
             context: result of :meth:`condition` or :meth:`contexts`.
             run: function with the signature of ``run_blocks``.
         """

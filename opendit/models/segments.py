@@ -282,7 +282,8 @@ def segment_cross_attention(
 
     Args:
         q: (1, H, n, d), tokens of the pack or of one rank.
-        k, v: (S, H, M, d), captions of all segments.
+        k: (S, H, M, d), captions of all segments.
+        v: like ``k``.
         mask: (S, M).
         attend: function with the signature of ``masked_attention``.
     """

@@ -69,7 +69,8 @@ def model_config(
 
     Args:
         input_size: (height, width) of the latents.
-        num_classes, text: one of them is required.
+        num_classes: number of classes. This or ``text`` is required.
+        text: how captions condition the model.
         frames: number of latent frames; None for pictures.
         learn_sigma: True to also predict a variance, in ``in_channels`` more channels.
         revision: revision of the weights to load; None for the newest.
