@@ -25,7 +25,7 @@ from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.common import interpreting, kernels_available, missing, pretending
 from opendit.kernels.fp8 import E4M3, E5M2, Float8, weight_in_float8
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
-from opendit.kernels.linear import low_rank_gradients
+from opendit.kernels.lora import low_rank_gradients
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import gather_heads_float8, head_views, split_heads
 from opendit.models.blocks import NormalisedProjection

@@ -124,11 +124,38 @@ class _LinearOfStored(torch.autograd.Function):
         return dy @ ctx.weight.dense() if of_x else None, None, dy.flatten(0, -2).sum(0) if of_bias else None
 
 
-class _LinearWithLowRank(torch.autograd.Function):
-    """x W^T + bias + scale * (x a^T) b^T.
+def low_rank_product(
+    x: Tensor, weight: Tensor, thin: Tensor, factor: Tensor, scale: float, bias: Tensor | None = None
+) -> Tensor:
+    """Return x weight + scale * thin factor + bias (M, P) for x (M, C), weight (C, P), thin (M, r), factor (r, P).
 
-    The low-rank product is written first, then ``addmm`` adds the product with W. A separate addition would cost one
-    more pass over y, and over dx in the backward pass. ``gradients``: see :func:`low_rank_gradients`."""
+    The low-rank product is written first, then ``addmm`` adds the other one. A separate addition would cost one more
+    pass over the result.
+    """
+    first = thin.new_zeros(1) if bias is None else bias
+    return torch.addmm(first, thin, factor, beta=0 if bias is None else 1, alpha=scale).addmm_(x, weight)
+
+
+def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the gradients of thin = x a^T (M, rank) and of b (out, rank) from dy (M, out): scale * dy b and
+    scale * dy^T thin."""
+    products = dy @ b, dy.t() @ thin
+    return products if scale == 1 else (products[0].mul_(scale), products[1].mul_(scale))
+
+
+class LowRankProducts(NamedTuple):
+    """Implementations of :func:`low_rank_product`, for LoRA's output and its input's gradient, and of
+    :func:`low_rank_gradients`."""
+
+    output: Callable[..., Tensor] = low_rank_product
+    gradients: Callable[..., tuple[Tensor, Tensor]] = low_rank_gradients
+
+
+TORCH_PRODUCTS = LowRankProducts()
+
+
+class _LinearWithLowRank(torch.autograd.Function):
+    """x W^T + bias + scale * (x a^T) b^T."""
 
     @staticmethod
     def forward(
@@ -139,33 +166,25 @@ class _LinearWithLowRank(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         scale: float,
-        gradients: Callable[..., tuple[Tensor, Tensor]],
+        products: LowRankProducts,
     ):
         rows = x.flatten(0, -2)
         thin = rows @ a.t()
-        first = thin.new_zeros(1) if bias is None else bias
-        y = torch.addmm(first, thin, b.t(), beta=0 if bias is None else 1, alpha=scale).addmm_(rows, dense(weight).t())
+        y = products.output(rows, dense(weight).t(), thin, b.t(), scale, bias)
         ctx.stored = weight if isinstance(weight, StoredWeight) else None
         ctx.save_for_backward(x, weight if isinstance(weight, Tensor) else None, a, b, thin)
-        ctx.scale, ctx.gradients = scale, gradients
+        ctx.scale, ctx.products = scale, products
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x, weight, a, b, thin), (of_x, of_weight, of_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
         dy, rows = dy.flatten(0, -2), x.flatten(0, -2)
-        dthin, db = ctx.gradients(dy, b, thin, ctx.scale)
+        dthin, db = ctx.products.gradients(dy, b, thin, ctx.scale)
         weight = weight if ctx.stored is None else ctx.stored
-        dx = (dthin @ a).addmm_(dy, dense(weight)).view(x.shape) if of_x else None
+        dx = ctx.products.output(dy, dense(weight), dthin, a, 1.0).view(x.shape) if of_x else None
         dweight = dy.t() @ rows if of_weight else None  # None if the layer is frozen
         return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, db, None, None
-
-
-def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of thin = x a^T (M, rank) and of b (out, rank) from dy (M, out): scale * dy b and
-    scale * dy^T thin."""
-    products = dy @ b, dy.t() @ thin
-    return products if scale == 1 else (products[0].mul_(scale), products[1].mul_(scale))
 
 
 def multiply(
@@ -173,17 +192,17 @@ def multiply(
     weight: Tensor | StoredWeight,
     bias: Tensor | None = None,
     low_rank: LowRank | None = None,
-    gradients: Callable[..., tuple[Tensor, Tensor]] = low_rank_gradients,
+    products: LowRankProducts = TORCH_PRODUCTS,
 ) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in). W includes LoRA's addition to the weight. gradients: function
-    with the signature of :func:`low_rank_gradients`."""
+    """Return x W^T + bias (..., out) for x (..., in). W includes LoRA's addition to the weight, which ``products``
+    compute."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     if has_torch_function((x,)):  # x is a kernel's deferred result
-        return handle_torch_function(multiply, (x,), x, weight, bias, low_rank, gradients)
+        return handle_torch_function(multiply, (x,), x, weight, bias, low_rank, products)
     if low_rank is None:
         return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))
-    return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale, gradients)
+    return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale, products)
 
 
 class Factor(nn.Module):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from opendit.config.components import SpeedFlags
-from opendit.kernels.common import interpreting
+from opendit.kernels.common import interpreting, missing
 from opendit.kernels.fp8_linear import float8_available
-from opendit.kernels.linear import low_rank_gradients
+from opendit.kernels.lora import low_rank_gradients, low_rank_product
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT
@@ -25,6 +25,8 @@ from train import EagerPasses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or interpreting(), reason="needs a GPU")
 FLOAT8, REASON = float8_available("cuda", torch.bfloat16)
+TOO_OLD = missing("low_rank_product") if torch.cuda.is_available() else "needs a GPU"
+needs_descriptors = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
 needs_float8 = pytest.mark.skipif(not FLOAT8, reason=REASON)
 CONFIG = model_config("DiT-S/2", input_size=(32, 32), in_channels=4, num_classes=10)
 LORA = Lora(16, 32.0, "", ("attn.*", "fc1:8", "fc2"))
@@ -85,6 +87,23 @@ def test_both_gradients_of_one_read_are_near_fp64_and_repeat(rows, width, rank):
     exact = 0.5 * (dy.double() @ b.double()), 0.5 * (dy.double().t() @ thin.double())
     for got, same, want in zip(found, again, exact, strict=True):
         assert torch.equal(got, same) and (got.double() - want).norm() < 3e-3 * want.norm()
+
+
+@needs_descriptors
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "rank"),
+    [(32768, 1152, 4608, 16), (4097, 1160, 1032, 8), (129, 3072, 3080, 40), (777, 64, 256, 64)],
+)
+def test_product_and_thin_term_are_near_fp64_and_repeat(rows, depth, columns, rank, monkeypatch):
+    monkeypatch.setattr("opendit.kernels.lora.low_rank_product_reference", None)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (rows, depth), (columns, depth), (rows, rank), (columns, rank), (columns,)
+    x, weight, thin, factor, bias = (torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes)
+    for turned in (True, False):
+        matrices = [matrix.t() if turned else matrix.t().contiguous() for matrix in (weight, factor)]
+        found, again = (low_rank_product(x, matrices[0], thin, matrices[1], 0.5, bias) for _ in range(2))
+        want = x.double() @ weight.double().t() + 0.5 * (thin.double() @ factor.double().t()) + bias.double()
+        assert torch.equal(found, again) and (found.double() - want).norm() < 3e-3 * want.norm()
 
 
 @needs_float8

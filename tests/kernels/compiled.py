@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from opendit.kernels import base_precision, fp8, linear
+from opendit.kernels import base_precision, fp8, lora
 from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.averages import SeparateAverages
@@ -133,9 +133,18 @@ def float8(width: int) -> None:
 
 
 def gradients_of_lora(rank: int, dtype: torch.dtype) -> None:
-    linear.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
+    lora.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
     dy, b, thin = (torch.zeros(shape, dtype=dtype) for shape in ((8192, 1152), (1152, rank), (8192, rank)))
-    linear.low_rank_gradients(dy, b, thin, 1.0)
+    lora.low_rank_gradients(dy, b, thin, 1.0)
+
+
+def products_of_lora(rank: int, turned: bool) -> None:
+    lora.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
+    lora.missing = lambda *_: None
+    x, thin, bias = (torch.zeros(shape, dtype=BFLOAT16) for shape in ((512, 1152), (512, rank), (4608,)))
+    matrices = [torch.zeros(4608, width, dtype=BFLOAT16).t() for width in (1152, rank)]
+    weight, factor = matrices if turned else [matrix.contiguous() for matrix in matrices]
+    lora.low_rank_product(x, weight, thin, factor, 1.0, bias if turned else None)
 
 
 def gelu_rows_in_float8(width: int) -> None:
@@ -245,6 +254,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
     for rank in (4, 16, 64):
         yield f"low_rank {rank}", lambda r=rank: gradients_of_lora(r, BFLOAT16)
+    for rank, turned in ((8, True), (16, True), (16, False), (64, True), (64, False)):
+        yield f"low_rank_product {rank} {turned}", lambda r=rank, t=turned: products_of_lora(r, t)
     yield "float8", lambda: float8(1152)
     for width in (4608, 12288, 24576):
         yield f"GELU's rows in float8 {width}", lambda w=width: gelu_rows_in_float8(w)
@@ -260,7 +271,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 # Calls that are skipped for cards before Hopper: unsupported ones (opendit/kernels/common.py), and variants.
-OF_HOPPER = "float8", "short_attention", "packed"
+OF_HOPPER = "float8", "short_attention", "packed", "low_rank_product"
 
 
 def main(capability: int) -> None:

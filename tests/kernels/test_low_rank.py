@@ -1,9 +1,9 @@
-"""low_rank_gradients in Triton's interpreter, and that LoRA's layers use it beside every fused operation."""
+"""LoRA's products in Triton's interpreter, and in a layer."""
 
 import pytest
 import torch
 
-from opendit.kernels import linear
+from opendit.kernels import linear, lora
 from opendit.models.layers import Projection
 from tests.kernels.cases import BOUNDS, poisoned_memory
 
@@ -14,11 +14,11 @@ from tests.kernels.cases import BOUNDS, poisoned_memory
     [(1, 64, 1, 264), (300, 200, 3, 1), (300, 200, 16, 4), (257, 72, 20, 264), (512, 128, 64, 2), (40, 1152, 16, 5)],
 )
 def test_gradients_are_those_of_fp64(rows, width, rank, programs, monkeypatch):
-    monkeypatch.setattr(linear, "PROGRAMS", programs)
+    monkeypatch.setattr(lora, "PROGRAMS", programs)
     torch.manual_seed(0)
     dy, b, thin = (torch.randn(shape).add(0.3).half() for shape in ((rows, width), (width, rank), (rows, rank)))
     with poisoned_memory():
-        found = linear.low_rank_gradients(dy, b, thin, 0.5)
+        found = lora.low_rank_gradients(dy, b, thin, 0.5)
     exact = 0.5 * (dy.double() @ b.double()), 0.5 * (dy.double().t() @ thin.double())
     for got, want in zip(found, exact, strict=True):
         assert got.dtype == torch.float16 and got.shape == want.shape
@@ -28,8 +28,9 @@ def test_gradients_are_those_of_fp64(rows, width, rank, programs, monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_with_lora_has_the_gradients_of_its_formula(bias, monkeypatch):
     called = []
-    kernel = linear.low_rank_gradients
-    monkeypatch.setattr(linear, "low_rank_gradients", lambda *args: called.append(1) or kernel(*args))
+    kernels = lora.LORA_PRODUCTS
+    counted = kernels._replace(gradients=lambda *args: called.append(1) or kernels.gradients(*args))
+    monkeypatch.setattr(linear, "LORA_PRODUCTS", counted)
     torch.manual_seed(0)
     layer = Projection(48, 80, bias).to(torch.float16)
     layer.add_low_rank(3, 2.0)
@@ -46,3 +47,60 @@ def test_a_layer_with_lora_has_the_gradients_of_its_formula(bias, monkeypatch):
     assert called == [1]
     for one, other in zip((y, *got), (want, *wanted), strict=True):
         assert (one.double() - other).norm() <= 2 * BOUNDS[torch.float16] * other.norm()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "rank", "scale"),
+    # Sizes that fill no tile, several rows of tiles per program, a rank below the smallest product, a scale.
+    [(130, 72, 264, 8, 0.5), (300, 136, 520, 16, 2.0), (1153, 64, 256, 24, 1.0), (128, 200, 1032, 64, 3.0)],
+)
+def test_product_and_thin_term_are_those_of_fp64(rows, depth, columns, rank, scale, turned, monkeypatch):
+    monkeypatch.setattr(lora, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(lora, "low_rank_product_reference", None)  # so that only the kernel can be called
+    torch.manual_seed(0)
+    shapes = (rows, depth), (columns, depth), (rows, rank), (columns, rank), (columns,)
+    x, weight, thin, factor, bias = (torch.randn(shape).add(0.1).half() for shape in shapes)
+    matrices = [matrix.t() if turned else matrix.t().contiguous() for matrix in (weight, factor)]
+    for given in (bias, None):
+        with poisoned_memory():
+            got = lora.low_rank_product(x, matrices[0], thin, matrices[1], scale, given)
+        want = x.double() @ weight.double().t() + scale * (thin.double() @ factor.double().t())
+        want = want if given is None else want + given.double()
+        assert got.dtype == torch.float16 and got.shape == want.shape
+        assert (got.double() - want).norm() <= 2 * BOUNDS[torch.float16] * want.norm()
+
+
+@pytest.mark.parametrize("what", ["rows", "depth", "rank", "strides", "dtype"])
+def test_what_the_kernel_can_not_read_is_left_to_torch(what, monkeypatch):
+    monkeypatch.setattr(lora, "_product_op", None)
+    rows, depth, rank = 127 if what == "rows" else 256, 60 if what == "depth" else 64, 5 if what == "rank" else 8
+    dtype = torch.float32 if what == "dtype" else torch.float16
+    torch.manual_seed(0)
+    x, weight, thin, factor = (
+        torch.randn(shape, dtype=dtype) for shape in ((rows, 2 * depth), (depth, 264), (rows, rank), (rank, 264))
+    )
+    x = x[:, ::2] if what == "strides" else x[:, :depth].contiguous()
+    got = lora.low_rank_product(x, weight, thin, factor, 2.0)
+    want = x.double() @ weight.double() + 2 * thin.double() @ factor.double()
+    assert (got.double() - want).norm() <= BOUNDS[torch.float16] * want.norm()
+
+
+def test_a_large_layer_with_lora_has_the_gradients_of_its_formula(monkeypatch):
+    """Both products by the kernel: the output has LoRA's scale, and the input's gradient none of its own."""
+    monkeypatch.setattr(lora, "low_rank_product_reference", None)
+    torch.manual_seed(0)
+    layer = Projection(256, 264).to(torch.float16)
+    layer.add_low_rank(8, 0.25)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    layer.weight.requires_grad_(False)
+    x, dy = torch.randn(2, 67, 256, dtype=torch.float16, requires_grad=True), torch.randn(2, 67, 264).half()
+    factors = [layer.lora_A.default.weight, layer.lora_B.default.weight]
+    got = layer.product(x, layer.bias, linear.linear)
+    got = got, *torch.autograd.grad(got, [x, *factors], dy)
+    exact, a, b = (t.detach().double().requires_grad_() for t in (x, *factors))
+    want = exact @ layer.weight.double().t() + 0.25 * (exact @ a.t() @ b.t()) + layer.bias.double()
+    wanted = torch.autograd.grad(want, [exact, a, b], dy.double())
+    for one, other in zip(got, (want, *wanted), strict=True):
+        assert (one.double() - other).norm() <= 3 * BOUNDS[torch.float16] * other.norm()

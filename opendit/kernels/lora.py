@@ -1,0 +1,205 @@
+"""LoRA's products: y = x W^T + scale * (x a^T) b^T, with the thin product x a^T (M, r), and its gradients.
+
+Products with r columns or rows take the time of their memory accesses. :func:`low_rank_gradients` reads dy once for
+both gradients. :func:`low_rank_product` adds the thin term to the sums of the wide product before they are written.
+"""
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.common import finish_total, interpreting, kernels_available, missing, next_power_of_2
+from opendit.kernels.language import TensorDescriptor, tl, triton
+from opendit.kernels.operators import operator
+from opendit.models.layers import LowRankProducts
+from opendit.models.layers import low_rank_gradients as low_rank_gradients_reference
+from opendit.models.layers import low_rank_product as low_rank_product_reference
+
+LARGEST_RANK = 64  # above this rank, memory bandwidth does not limit the thin products, so the kernels gain little
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+ROWS, COLUMNS = 256, 64  # size of a tile of dy, 32 KiB in half precision
+PROGRAMS = 264  # number of programs to aim for: two for each multiprocessor of an H100
+
+
+@triton.jit(do_not_specialize=("rows", "blocks"))
+def _low_rank_gradients_kernel(
+    dy_ptr, b_ptr, thin_ptr, dthin_ptr, db_ptr, rows, blocks, scale,
+    D: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Process ``blocks`` tiles of ROWS rows. WIDE: RANK, rounded up to a size that tl.dot supports."""
+    part = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    row = row.to(tl.int64)
+    rank = tl.arange(0, WIDE)
+    narrow = rank < RANK
+    mask = inside[:, None] & narrow[None, :]
+    thin = tl.load(thin_ptr + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
+    dthin = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    first = part * blocks * COLUMNS
+    for start in tl.range(first, tl.minimum(first + blocks * COLUMNS, D), COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        of_b = (column < D)[:, None] & narrow[None, :]
+        at = column[:, None] * RANK + rank[None, :]
+        dy_mask = inside[:, None] & (column < D)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * D + column[None, :], mask=dy_mask, other=0.0)
+        b = tl.load(b_ptr + at, mask=of_b, other=0.0)
+        dthin = tl.dot(dy, b, dthin)
+        db = tl.dot(tl.trans(dy), thin) * scale
+        tl.store(db_ptr + tl.program_id(0).to(tl.int64) * (D * RANK) + at, db, mask=of_b)
+    dthin_ptr += part.to(tl.int64) * rows * RANK
+    value = (dthin * scale).to(dthin_ptr.dtype.element_ty)
+    tl.store(dthin_ptr + row[:, None] * RANK + rank[None, :], value, mask=mask)
+
+
+def _gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    (rows, width), rank = dy.shape, b.shape[1]
+    row_programs, all_blocks = -(-rows // ROWS), -(-width // COLUMNS)
+    blocks = -(-all_blocks // min(all_blocks, -(-PROGRAMS // row_programs)))  # tiles per program
+    parts = -(-all_blocks // blocks)
+    dthin = dy.new_empty(parts, rows, rank, dtype=torch.float32 if parts > 1 else dy.dtype)
+    db = dy.new_empty(row_programs, width * rank, dtype=torch.float32)
+    _low_rank_gradients_kernel[(row_programs, parts)](
+        dy.contiguous(), b.contiguous(), thin.contiguous(), dthin, db, rows, blocks, scale,
+        D=width, RANK=rank, WIDE=max(16, next_power_of_2(rank)), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=2, num_warps=8,
+    )  # fmt: skip
+    total = dthin[0] if parts == 1 else dthin.sum(0).to(dy.dtype)
+    return total, finish_total(db, b.dtype).view(width, rank)
+
+
+def _gradients_fake(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(dy.shape[0], b.shape[1]), torch.empty(b.shape, dtype=b.dtype, device=b.device)
+
+
+_gradients_op = operator(
+    "low_rank_gradients(Tensor dy, Tensor b, Tensor thin, float scale) -> (Tensor, Tensor)",
+    _gradients,
+    _gradients_fake,
+)
+
+
+def _takes(x: Tensor, factor: Tensor, rank: int) -> bool:
+    usable, _ = kernels_available(x.device, x.dtype)
+    dtypes = (torch.float16,) if interpreting() else (torch.float16, torch.bfloat16)  # Triton on CPUs lacks bf16
+    fits = x.dtype == factor.dtype and x.dtype in dtypes and rank <= LARGEST_RANK and x.numel() > 0
+    return usable and fits and not torch.compiler.is_compiling()
+
+
+def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return dthin = scale * dy b (M, r) and db = scale * dy^T thin (O, r), in the dtypes of dy and b.
+
+    These are LoRA's gradients: y = x W^T + scale * thin b^T with thin = x a^T (M, r) and b (O, r). In half precision, a
+    Triton kernel reads the large dy (M, O) only once. The sums are fp32, in a fixed order.
+    """
+    if _takes(dy, b, b.shape[1]):
+        return _gradients_op(dy, b, thin, scale)
+    return low_rank_gradients_reference(dy, b, thin, scale)
+
+
+# ------------------------------------------------------------------------------------------------------------ product
+
+TILE_ROWS, TILE_COLUMNS, DEPTH = 128, 256, 64  # a program's tile of the output, and a step of the sum over c
+BAND = 8  # rows of tiles whose programs run side by side, so that they read the same x and W from the L2 cache
+MULTIPROCESSORS = 132  # of an H100 or H200: one program each
+LONGEST_SUM = 4096  # for longer sums, cuBLAS's faster product gains more than the kernel's fewer memory accesses
+
+
+@triton.jit(do_not_specialize=("rows",))
+def _low_rank_product_kernel(
+    x_tiles, w_tiles, thin_tiles, factor_tiles, y_tiles, bias_ptr, rows, columns, depth, scale,
+    TURNED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BAND: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Compute every PROGRAMS-th tile of y. TURNED: the descriptors read w and factor transposed."""
+    across = tl.cdiv(columns, COLUMNS)
+    down = tl.cdiv(rows, ROWS)
+    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
+        first = tile // (BAND * across) * BAND
+        height = min(down - first, BAND)
+        row = (first + tile % (BAND * across) % height) * ROWS
+        column = tile % (BAND * across) // height * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for at in range(0, depth, DEPTH):
+            x = x_tiles.load([row, at])
+            if TURNED:
+                w = w_tiles.load([column, at]).T
+            else:
+                w = w_tiles.load([at, column])
+            total = tl.dot(x, w, total)
+        thin = thin_tiles.load([row, 0])
+        thin = (thin.to(tl.float32) * scale).to(thin.dtype)
+        if TURNED:
+            factor = factor_tiles.load([column, 0]).T
+        else:
+            factor = factor_tiles.load([0, column])
+        total = tl.dot(thin, factor, total)
+        if BIAS:
+            at = column + tl.arange(0, COLUMNS)
+            total += tl.load(bias_ptr + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
+        # Half a tile at a time, because the other half's registers free its shared memory for the next tile's inputs.
+        left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        y_tiles.store([row, column], left.to(thin.dtype))
+        y_tiles.store([row, column + COLUMNS // 2], right.to(thin.dtype))
+
+
+def _product(
+    x: Tensor, weight: Tensor, thin: Tensor, factor: Tensor, scale: float, bias: Tensor | None, turned: bool
+) -> Tensor:
+    (rows, depth), columns = x.shape, weight.shape[0 if turned else 1]
+    wide = max(16, next_power_of_2(thin.shape[1]))  # tl.dot needs 16 at least; descriptors read 0 beyond the rank
+    y = x.new_empty(rows, columns)
+    tiles = [(x, [TILE_ROWS, DEPTH]), (weight, [TILE_COLUMNS, DEPTH] if turned else [DEPTH, TILE_COLUMNS])]
+    tiles += [(thin, [TILE_ROWS, wide]), (factor, [TILE_COLUMNS, wide] if turned else [wide, TILE_COLUMNS])]
+    tiles += [(y, [TILE_ROWS, TILE_COLUMNS // 2])]
+    programs = min(MULTIPROCESSORS, -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS))
+    _low_rank_product_kernel[(programs,)](
+        *(TensorDescriptor.from_tensor(*tile) for tile in tiles), y if bias is None else bias, rows, columns, depth,
+        scale, TURNED=turned, BIAS=bias is not None, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, DEPTH=DEPTH, BAND=BAND,
+        PROGRAMS=programs, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
+def _product_fake(x, weight, thin, factor, scale, bias, turned) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0 if turned else 1])
+
+
+_product_op = operator(
+    "low_rank_product(Tensor x, Tensor weight, Tensor thin, Tensor factor, float scale, Tensor? bias, bool turned)"
+    " -> Tensor",
+    _product,
+    _product_fake,
+)
+
+
+def _product_takes(x: Tensor, weight: Tensor, factor: Tensor) -> bool:
+    (rows, depth), (rank, columns) = x.shape, factor.shape
+    if not _takes(x, factor, rank) or not (interpreting() or missing("low_rank_product", x.device) is None):
+        return False
+    worth = rows >= TILE_ROWS and columns >= TILE_COLUMNS and depth <= LONGEST_SUM
+    tensors = x, factor, weight, factor
+    readable = all(t.data_ptr() % 16 == 0 for t in tensors) and not (depth % 8 or columns % 8 or rank % 8)
+    return worth and readable and x.dtype == weight.dtype
+
+
+def low_rank_product(
+    x: Tensor, weight: Tensor, thin: Tensor, factor: Tensor, scale: float, bias: Tensor | None = None
+) -> Tensor:
+    """Return x weight + scale * thin factor + bias (M, P) for x (M, C), weight (C, P), thin (M, r), factor (r, P).
+
+    On Hopper in half precision, one Triton kernel adds the thin term to the fp32 sums of the wide product, so y is
+    written once and not read. ``scale * thin`` is rounded to thin's dtype. For long sums, and elsewhere, torch writes
+    the thin term first and cuBLAS adds to it.
+    """
+    if not _product_takes(x, weight, factor):
+        return low_rank_product_reference(x, weight, thin, factor, scale, bias)
+    turned = weight.stride(0) == 1
+    matrices = (weight.t(), factor.t()) if turned else (weight, factor)
+    if not all(matrix.is_contiguous() for matrix in (x, *matrices)):
+        return low_rank_product_reference(x, weight, thin, factor, scale, bias)
+    return _product_op(x, matrices[0], thin.contiguous(), matrices[1], scale, bias, turned)
+
+
+LORA_PRODUCTS = LowRankProducts(low_rank_product, low_rank_gradients)
