@@ -1,9 +1,9 @@
-"""Averages of the fp32 master weights, by exponential or power functions. A power average's width is chosen after
-training.
+"""Averages of the fp32 master weights, by exponential or power functions.
 
 Power averages follow T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2),
-arXiv 2312.02696, sec. 3 and appendix C. In a power average, the weights after update i have the factor i^exponent. The
-factors are the average's profile. ``width`` (sigma_rel) is its standard deviation over the number of updates."""
+arXiv 2312.02696, sec. 3 and appendix C. A power average's width is chosen after training. The weights after update i
+have the factor i^exponent. These factors are the average's profile. The width (sigma_rel) is the profile's standard
+deviation divided by the number of updates."""
 
 import contextlib
 import json
@@ -67,11 +67,11 @@ class EMA:
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """Return the decays of the averages after n = ``updates`` updates, (K,) float64. updates: 0-dim int64.
+        """Return the decays of update number n + 1, (K,) float64. updates: n, 0-dim int64, without skipped steps.
 
         A warm-up with rate r limits the decay to 1 - r / (n + 10). With r = 10, the first update copies the weights,
-        and early averages span n / 10 updates. A power average's decay is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2,
-        eq. 123)."""
+        and early averages span n / 10 updates. A power average's decay is (1 - 1 / (n + 1)) ** (exponent + 1), EDM2's
+        eq. 123."""
         if self.power:
             return (1 - 1 / (updates.double() + 1)) ** self._numbers
         if not self.warmup:

@@ -83,7 +83,7 @@ Products = dict[str, list[PlacedLowRank]]  # weight's name -> products to add
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
     """Convert products for the weights ``here`` (name -> shape) to products for ``there``, another layout. pairs:
-    (names here, names there, dimension). Weights that are concatenated along the dimension are equal."""
+    (names here, names there, dimension). Concatenated along the dimension, both lists of weights are equal."""
     found: Products = {}
     for ours, theirs, dim in pairs:
         starts = accumulate((here[name][dim] for name in ours), initial=0)
@@ -218,8 +218,7 @@ def of_file(
     metadata or from peft's configuration file, or is the rank. Keys of text encoders are ignored with a message in
     ``notes``. They are errors if ``notes`` is None or there are no other keys.
 
-    Raises ValueError for any other file. Keys must belong to layers. Each layer must have A and B once, of its
-    shapes."""
+    Raises ValueError for any other file. Each layer must have A and B once, in the right shapes."""
     published: Shapes = opened.files.shapes
     layers = {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in published}
     layers |= original_layers(opened.family, published)

@@ -100,7 +100,7 @@ def weights_in(folder: Path, which: str) -> Path:
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
-    """Read the weights that :func:`find_weights` finds. All ranks of ``mesh`` must call this, and divide the
+    """Read the weights that :func:`find_weights` finds. All ranks of ``mesh`` must call this; they divide the
     verification. With ``notes``, a run's folder means its newest intact checkpoint; ``notes`` gets a message about
     newer, damaged ones. Raises FileNotFoundError or ValueError, on every rank, if no intact weights are found."""
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)

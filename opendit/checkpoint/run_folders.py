@@ -77,7 +77,7 @@ def new_run_folder(outputs: str | Path, model: str) -> Path:
         free = _next_number(outputs)
         if free <= number:
             break
-        claim.rmdir()  # a run with this number exists
+        claim.rmdir()  # the number is no longer free
         number = free
     folder = outputs / f"{number:03d}-{model.replace('/', '-')}"
     try:

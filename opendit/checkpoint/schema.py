@@ -55,7 +55,7 @@ BOUNDS = {
     "expert_capacity": Interval(gt=0, le=4096),
     "width": Interval(ge=1, le=1 << 16),
     "max_tokens": Interval(ge=1, le=1 << 16),
-    # of objectives:
+    # Bounds of objectives' fields:
     "min_snr": Interval(gt=0, le=1e6),
     "shift": Interval(gt=0, le=1e6),
     "shift_tokens": Interval(ge=1, le=1 << 31),

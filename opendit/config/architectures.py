@@ -18,7 +18,7 @@ from opendit.common.utils import shown
 from opendit.config.flags import Setting, nearest
 
 RUN_CONFIG = "config.json"
-CLIP_FRAMES = 17  # default frames of a clip; VAEs need 4 k + 1 or 8 k + 1 frames
+CLIP_FRAMES = 17  # default frames of a clip, near 16; VAEs need 4 k + 1 or 8 k + 1
 
 
 class Public(NamedTuple):

@@ -160,7 +160,7 @@ BLOCKS = "blocks"  # value of --offload: all blocks, or N of them (blocks:N), in
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # types with attention over some keys at a time
+OWN_ATTENTION = ("ring", "usp")  # types that don't use the kernel of --attention
 AXIAL = "axial"  # type for models without attention to all tokens
 
 
@@ -217,7 +217,7 @@ def check_precision(plugin: str, precision: str) -> None:
 TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # kernels in torch
 PACKAGE = "flash_attn"  # the FlashAttention package
 ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
-# value of --recompute: each block in the backward pass, except for its attention
+# value of --recompute: recompute each block in the backward pass, except for its attention
 BUT_ATTENTION = "but_attention"
 RECOMPUTE = ("none", "norms", "cheap", "half", "mlp", BUT_ATTENTION)
 
@@ -268,8 +268,8 @@ RESIZES = ("tf", "torch", "clean")
 FEATURE_PRECISIONS = ("fp32", "tf32")
 LABELS = ("balanced", "drawn")
 
-FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # latents in other programs' tar files
-MOCK, PYTHON = "mock", "python"  # random latents, and a data set passed to opendit.train
+FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of latents in other programs' tar files
+MOCK, PYTHON = "mock", "python"  # the sources of random latents, and of a data set passed to opendit.train
 ADDRESSES = "latents"  # the source that reads URLs
 ENERGON, BLENDS = "energon_source", "blend"
 TABLES = "pictures_and_clips"  # reads tables and any other folder, so it is tried last

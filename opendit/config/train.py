@@ -631,7 +631,7 @@ class TrainConfig(
 
     @property
     def aligned_block(self) -> int:
-        """Number of blocks before the place where --repa aligns tokens with features."""
+        """Number of blocks after which --repa aligns tokens with features."""
         depth = (depth_and_heads(self.model) or (0, 0))[0]
         return self.repa_block or max(1, round(depth * 2 / 7))  # block 8 of 28, as in REPA's paper
 

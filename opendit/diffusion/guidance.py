@@ -22,8 +22,9 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
     """Convert a guidance scale of diffusers' pipeline (None: the family's default) to the scale of :func:`cfg_model`,
     where 1.0 means no guidance.
 
-    With ``guidance.formula`` "uncond", the scales are equal, but at least 1. With "cond", 1 is added: cond + g (cond -
-    uncond) equals uncond + (1 + g) (cond - uncond). With "embedded", the result is 1.0, because the network gets the
+    With ``guidance.formula`` "uncond", the scale does not change, but is at least 1. With "cond", 1 is added: cond + g
+    (cond
+    - uncond) equals uncond + (1 + g) (cond - uncond). With "embedded", the result is 1.0, because the network gets the
     scale as an input. Raises ValueError for a scale that is negative or not finite.
     """
     value = guidance.scale if scale is None else scale
@@ -111,8 +112,8 @@ class GuidedWithin:
     """A model of (x, t) that calls ``guided`` at noise levels low <= sigma <= high, and ``conditional`` elsewhere
     ([I]).
 
-    Levels within 0.3 % of a bound are included. Unlike in [I], so is the bound low: low = 0 includes the trajectory's
-    end. Raises ValueError unless 0 <= low < high.
+    Levels within 0.3 % of a bound count as equal to it. Unlike in [I], the interval includes low, so that low = 0
+    includes the trajectory's end. Raises ValueError unless 0 <= low < high.
 
     Samplers choose the model once per step, by the noise level at the step's start, as [I]'s code does. In a direct
     call, ``noise_level`` maps the network's time (B,) to sigma (B,), and all samples must have one noise level.

@@ -79,8 +79,8 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 
 
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
-    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up, with the first and the last
-    step.
+    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up. The first step is always among
+    them, and the last step if there are two or more.
 
     The steps are spaced evenly in a sum of two coordinates, each scaled to 0..1: the step's index, and the logarithm of
     the noise level. The index alone would give a shifted flow too few steps at its end, where steps are long. The

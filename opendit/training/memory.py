@@ -58,8 +58,9 @@ class Setup:
     Attributes:
         fused: True if one kernel computes LayerNorm and modulation.
         reshard: "auto" counts as "after_forward", see :func:`resolve_sharding`.
-        keep_gradients: True if fsdp reduces the sum over micro-batches once, from full gradients. None counts as False.
-        absent: number of parameters outside the blocks that a pipeline stage does not hold.
+        keep_gradients: True if fsdp sums full gradients over the micro-batches and reduces the sum. None counts as
+            False.
+        absent: number of parameters that a pipeline stage lacks, without blocks.
         trained: number of LoRA weights on a pipeline stage; None without pipelines or LoRA.
         held_micro_batches: number of micro-batches with activations on a stage at once.
         encoders: bytes of frozen encoders that stay on the GPU during training.
@@ -133,7 +134,7 @@ class Setup:
 
     @property
     def recomputes_blocks(self) -> bool:
-        """True if blocks are recomputed, with or without their attention."""
+        """True if blocks are recomputed, completely or except their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
@@ -565,7 +566,7 @@ def card_memory(device: torch.device) -> int | None:
 
 
 def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
-    """Describe an estimate's largest terms in words."""
+    """Describe an estimate's terms in words."""
     encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
     shown = {f"states{encoders}": sum(needs.states.values()), **needs.peak, "libraries": libraries}

@@ -205,8 +205,8 @@ def _check_first_frames(flags: TrainConfig, config: PublicConfig, dataset: Media
 
 
 def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:
-    """Raise ValueError if cached caption embeddings don't have a public model's shapes, or if the folder that made them
-    holds a model of another family, which has other text encoders."""
+    """Raise ValueError for cached caption embeddings with other shapes than the model's, or from another family's
+    encoders."""
     if about.empty_caption is None:
         return
     assert config.text is not None

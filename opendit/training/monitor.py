@@ -91,7 +91,7 @@ PROJECT = "opendit"
 
 
 class RunLogger(ABC):
-    """Interface of further loggers. They get the values for TensorBoard, and may raise their library's errors."""
+    """Interface of further loggers. They get TensorBoard's values, and may raise their library's errors."""
 
     where: str  # tells the user how to view the log
 
@@ -115,7 +115,7 @@ class WandbLogger(RunLogger):
     def __init__(self, folder: Path, config: dict[str, Any]):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode != "online":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports to its makers
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports to W&B
         import wandb  # pyright: ignore[reportMissingImports]  # an optional dependency
 
         self._wandb = wandb
@@ -153,7 +153,7 @@ class MlflowLogger(RunLogger):
     experiment."""
 
     def __init__(self, folder: Path, config: dict[str, Any]):
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no usage reports to its makers
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no usage reports to MLflow's makers
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # an optional dependency
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
@@ -457,9 +457,9 @@ def resident_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-SLOW = 1.5  # least time of a slow rank, as a multiple of the other ranks' median
-LOSS = 0.1  # least loss of time, as a fraction of a step
-# least loss of time between two lines of the log, in seconds
+SLOW = 1.5  # a slow rank takes at least this multiple of the other ranks' median time
+LOSS = 0.1  # a slow rank costs at least this fraction of a step
+# a slow rank costs at least this many seconds between two lines of the log
 LEAST_S = 1.0
 REPEAT = 20  # lines of the log until the warning is repeated
 TIMED = 32  # micro-batches before each line of the log with timed forward passes

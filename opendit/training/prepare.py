@@ -68,7 +68,7 @@ from opendit.training.model_plan import (
 )
 from opendit.training.run import Run
 
-# Errors without a traceback, for which the message suffices: raised by prepare(), and later in the run.
+# Errors that a program prints without a traceback: of prepare(), and of the run after it.
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 

@@ -68,10 +68,8 @@ def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
 
 class StepProfiler:
     """Context manager that profiles a few steps, if ``wanted``, and writes trace.json.gz and table.txt into ``folder``.
-
-    Call :meth:`step` after every step. A run that ends before the recording, after ``steps`` steps or earlier, only
-    warns.
-    """
+    Call :meth:`step` after every step. A run with too few ``steps``, or that ends too early, warns and writes
+    nothing."""
 
     def __init__(
         self, wanted: bool, folder: Path, device: torch.device, steps: int, failures: WriteFailures | None = None

@@ -86,7 +86,7 @@ class PeriodicWork:
         return self._last or self._save_owed or any(_every(steps, done) for steps in looks)
 
     def due(self, skipping: bool, failing: bool) -> Due:
-        """Return the work that is due. skipping: the last examined step was skipped. failing: by a fault."""
+        """Return the work that is due. skipping: the last examined step was skipped; failing: because of a fault."""
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
         self._save_owed &= not save

@@ -189,7 +189,7 @@ class CUDAGraphRunner(EagerRunner):
 
 
 class PipelineRunner(Runner):
-    """Runner of the pipeline schedule. stages: this rank's stages, as modules of the engine.
+    """Runner of the pipeline schedule. stages: this rank's stages, from the engine's module.
 
     All ranks of a pipeline read equal micro-batches, so that only tokens and gradients are sent. All ranks must
     construct their runners together, because this connects ``links`` between stages.

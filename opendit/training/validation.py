@@ -55,8 +55,8 @@ def number_of_losses(run: Run) -> int:
 class FixedSamples:
     """The samples, times and micro-batches of ``count`` losses.
 
-    All samples are used equally often, up to one use. (``SEED``, i) keys the noise of loss i. The times are stratified:
-    each loss has another quantile (k + 1/2) / count of the training times, with k from 0 to count - 1.
+    All samples are used equally often, give or take one use. (``SEED``, i) keys the noise of loss i. The times are
+    stratified: each loss has a different quantile (k + 1/2) / count of the training times, with k from 0 to count - 1.
 
     Attributes:
         quantiles: (count,) float64 in (0, 1).
@@ -115,7 +115,7 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the lowest loss's step if ``RISING`` losses or more followed, of which the last rise; else None."""
+        """Return the lowest loss's step if ``RISING`` or more losses followed and the last ones rise; else None."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
         recent = losses[-RISING:]

@@ -65,8 +65,8 @@ class Objective(ABC):
     asks_network: ClassVar[bool] = False  # True if ``complete`` calls the network
 
     def complete(self, prepared: Prepared, network: Any) -> Prepared:
-        """Return ``prepared`` with the final target, without gradients, by the network if ``asks_network``. network:
-        see ``opendit.diffusion.objectives.meanflow.Network``."""
+        """Return ``prepared`` with the final target. If ``asks_network``, the network computes the target, without
+        gradients. network: see ``opendit.diffusion.objectives.meanflow.Network``."""
         return prepared
 
     @abstractmethod
