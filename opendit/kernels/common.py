@@ -421,8 +421,8 @@ def check_inputs(
 ) -> None:  # fmt: skip
     """Raise ValueError unless shapes, dtypes and devices fit.
 
-    x must be (B, N, D), alone or with sample_of_row (B, N); or (rows, D) or (1, rows, D) with sample_of_row (rows,).
-    ``same_shape`` must have x's shape, vectors must be (B, D), and bias (D,).
+    x must be (B, N, D), alone or with sample_of_row (B, N). In the packed form, x is (rows, D) or (1, rows, D), and
+    sample_of_row (rows,). ``same_shape`` must have x's shape, vectors must be (B, D), and bias (D,).
     """
     if sample_of_row is None:
         if x.dim() != 3:

@@ -278,7 +278,7 @@ def default_warps(width: int, rows: int) -> int:
 def rows_in_float8(
     x: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, warps: int | None = None, chunk: int = 1
 ) -> Float8:
-    """Cast x (..., D) bf16, fp16 or fp32, or with ``bias`` (D,), GELU(x + bias), to e4m3 with one scale per row.
+    """Cast x (..., D), or with ``bias`` (D,), GELU(x + bias), to e4m3 with one scale per row. x is bf16, fp16 or fp32.
 
     A program reads a complete row once, for scale and codes. A token's result does not depend on other tokens or
     samples. scale: (rows, 1) fp32, factors for the rows of x. warps, chunk: warps and rows per program.

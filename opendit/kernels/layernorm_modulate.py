@@ -265,7 +265,7 @@ def layernorm_modulate_float8(
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
     """Return LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3, and mean and rstd (B * N,) fp32.
 
-    by_row: give the result one scale per row. center: False computes RMSNorm, and the mean is empty.
+    by_row: True to give the result one scale per row. center: False for RMSNorm, with an empty mean.
     """
     mean, rstd = common.new_statistics(x, center=center)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)

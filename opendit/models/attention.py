@@ -445,7 +445,8 @@ class AxialAttention(Attention):
 class FrameAttention(AxialAttention):
     """Attention within frames: T attentions of S tokens each, (B T, H, S, d).
 
-    Rotations along time do not change q k^T, because they are equal for all tokens of a frame."""
+    Rotations along time do not change q k^T, because all tokens of a frame have equal rotations.
+    """
 
     axis = 1
 
@@ -518,8 +519,8 @@ class CrossAttention(nn.Module):
 
     def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:
         """Return the attention output (B, N, D) of tokens x (B, N, D) before the output projection. context: (tokens,
-        mask), or (keys, values, mask) with the result of :meth:`keys_values`. For a pack, their first dimension counts
-        segments."""
+        mask), or (keys, values, mask) with the result of :meth:`keys_values`. For a pack, the context's first dimension
+        counts segments."""
         *source, mask = context
         k, v = self.keys_values(source[0], mask) if len(source) == 1 else source
         q = ops.linear(x, cast(Projection, self.q)) if self.in_operations else self.q(x)

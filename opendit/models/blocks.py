@@ -439,7 +439,7 @@ class SharedModulation(nn.Module):
 
 class JointBlock(nn.Module):
     """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
-    2024, fig. 2). x (B, N, D) holds one stream after another, or in a pack, one segment after another with its streams.
+    2024, fig. 2). x (B, N, D) holds one stream after another; in a pack, each segment holds its streams in this order.
     ``grid.streams`` holds the streams' token counts."""
 
     recomputed = True

@@ -101,8 +101,8 @@ def joined(conditions: Sequence[Condition]) -> Condition:
 
 
 def of_same_pictures(null: Condition, y: Condition) -> Condition:
-    """Return guidance's null condition with the picture tokens of ``y`` (field ``pooled``, (B, tokens, width)). If y
-    has none, return ``null`` unchanged. null: condition with batch size 1 or B."""
+    """Return ``null`` with the picture tokens (B, tokens, width) of ``y`` as ``pooled``; unchanged if y has no picture
+    tokens. null: guidance's null condition, with batch size 1 or B."""
     if not isinstance(y, TextCondition) or not isinstance(null, TextCondition) or y.pooled.dim() != 3:
         return null
     return replace(null if len(null) == len(y) else null[[0] * len(y)], pooled=y.pooled)

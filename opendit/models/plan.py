@@ -200,8 +200,8 @@ class Plan:
         return config.depth * self.flops_at(config, "block") + outside
 
     def flops_at(self, config: DiTConfig, place: str) -> int:
-        """Return the sum of one place's FLOP terms: "block" for one block, or "first", "last" or "every" for the
-        modules outside of the blocks on those pipeline stages."""
+        """Return the sum of the FLOP terms with this place: "block" for one block; "first", "last" or "every" for
+        modules outside of the blocks on these pipeline stages."""
         return sum(term.flops(config) for term in self.flops if term.place == place)
 
 

@@ -132,7 +132,7 @@ def model_config(
 
 
 def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
-    """Return the MLP ratio for an MLP of kind ``mlp`` with about as many weights as the default MLP with ``ratio``.
+    """Return the ratio with which an MLP of kind ``mlp`` has about as many weights as the default MLP with ``ratio``.
     SwiGLU has three matrices and GELU has two (Shazeer 2020). The hidden width is rounded up to a multiple of 64."""
     hidden = ratio * width * (2 / 3 if mlp == "swiglu" else 3 / 2)
     return 64 * math.ceil(hidden / 64 - 1e-9) / width

@@ -70,7 +70,7 @@ class FusedAdamW(torch.optim.AdamW):
     """torch's fused AdamW on fp32 weights. Gradients are divided by the ``div_scale`` that Gemini's optimizer passes.
 
     Gradients may be bf16 or fp16. Colossal-AI's CPU Adam ignores ``div_scale`` for bf16 gradients, so clipping would
-    silently fail. Its HybridAdam compiles two extensions with nvcc for minutes before the first step.
+    silently fail. Colossal-AI's HybridAdam first compiles two extensions with nvcc for minutes.
     """
 
     # maximum number of elements in one update, because gradients need memory for fp32 copies

@@ -336,8 +336,8 @@ def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
 
 
 def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
-    """Return this rank's slice of a linear layer. ``rule`` is the rule of its weight. Return the layer itself if the
-    rule does not divide it. The result's parameters are copies, or on the meta device like the layer's."""
+    """Return this rank's slice of a linear layer, or the layer itself if ``rule``, the weight's rule, does not divide
+    it. The slice's parameters are copies, or on the meta device like the layer's."""
     kinds = {Row: RowParallel, Heads: ColumnParallel, Column: ColumnParallel}
     kind = kinds.get(type(rule))
     if kind is None:
@@ -474,15 +474,15 @@ def overlaps(x: Tensor, weight: Any) -> bool:
 
 @not_compiled  # a compiler can't see that other ranks read and write the buffers
 def overlapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, memory: PeerMemory) -> Tensor:
-    """Compute x W^T + bias (B, P n, out / P) for the tokens of all ranks. Each rank passes its tokens x (B, n, in) and
-    slice of the weight (out / P, in). See :func:`opendit.parallel.collectives.column_product`."""
+    """Compute x W^T + bias (B, P n, out / P) for the tokens of all ranks. x: this rank's tokens (B, n, in). weight:
+    this rank's slice (out / P, in). See :func:`opendit.parallel.collectives.column_product`."""
     return _Column.apply(x, weight, bias, memory)
 
 
 @not_compiled
 def overlapped_row(z: Tensor, weight: Tensor, memory: PeerMemory) -> Tensor:
-    """Compute z W^T from this rank's input features z (B, P n, in / P) and slice of the weight (out, in / P). Return
-    the sum over all ranks for this rank's tokens, (B, n, out)."""
+    """Compute z W^T, summed over all ranks, for this rank's tokens: (B, n, out). z: this rank's input features (B, P n,
+    in / P). weight: this rank's slice (out, in / P)."""
     return _Row.apply(z, weight, memory)
 
 
@@ -535,7 +535,7 @@ def _of_all_tokens(
     x: Tensor, matrix: Tensor | None, bias: Tensor | None, memory: PeerMemory, keep: bool = False
 ) -> Tensor | None:
     """Send x (B, n, F) to all ranks. Return x @ matrix + bias (B, P n, columns) for the tokens of all ranks, or None
-    without a matrix. keep: True to leave the received tokens in the input buffer."""
+    without a matrix. keep: True to leave all ranks' tokens in the input buffer."""
     memory.begin(Buffer.INPUT)
     events = _send(memory, Buffer.INPUT, x, own=keep)
     out = None if matrix is None else x.new_empty(len(x), memory.group.size * x.shape[1], matrix.shape[1])
@@ -548,8 +548,8 @@ def _of_all_tokens(
 def _of_own_tokens(
     z: Tensor, matrix: Tensor | None, memory: PeerMemory, meanwhile: Callable[[], None] = lambda: None
 ) -> Tensor | None:
-    """Compute z @ matrix from this rank's z (B, P n, columns). Return the sum over all ranks for this rank's tokens,
-    (B, n, F), or None without a matrix. meanwhile: function that enqueues kernels to run during the transfers."""
+    """Compute z @ matrix, summed over all ranks, for this rank's tokens: (B, n, F), or None without a matrix. z: (B, P
+    n, columns). meanwhile: function that enqueues kernels to run during the transfers."""
     rank, size = memory.group.rank, memory.group.size
     own = z.unflatten(1, (size, -1)).select(1, rank)
     if matrix is None:
