@@ -21,7 +21,7 @@ TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
     """Return vectors (M, D) in a shape that broadcasts against tokens (B, N, D). sample_of_row: index of each token's
-    vector, (B, N), or (N,) for a pack; None for one vector per sample, with the result (B, 1, D)."""
+    vector, (B, N), or (N,) for a pack. None: every sample has one vector, and the result is (B, 1, D)."""
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 
@@ -548,8 +548,9 @@ class PatchEmbed(nn.Module):
     """Embedding of patches. Maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row. Clips (B, C, T, H, W)
     are embedded frame by frame.
 
-    given: number of additional channels after ``in_channels``; zeros if the input lacks them. bottleneck: width of a
-    first projection before the projection to D (JiT; Li & He 2025, sec. 4); None for a single projection.
+    Args:
+        given: number of additional channels after ``in_channels``; zeros if the input lacks them.
+        bottleneck: width between two projections (JiT; Li & He 2025, sec. 4); None for a single projection.
     """
 
     def __init__(

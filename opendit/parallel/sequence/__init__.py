@@ -284,9 +284,12 @@ class SharedStreams:
 
 
 class RoutingByRanks:
-    """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D). experts: group of
-    ranks that divide the experts evenly; None if ``mlp`` has all experts. shared: this rank's shard of the sequence;
-    None if y has all tokens of its samples."""
+    """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D).
+
+    Args:
+        shared: this rank's shard of the sequence; None if y has all tokens of its samples.
+        experts: group of ranks that divide the experts evenly; None if ``mlp`` has all experts.
+    """
 
     @not_compiled
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: SharedSequence | None = None, experts: Group | None = None):
