@@ -22,10 +22,9 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
     """Convert a guidance scale of diffusers' pipeline (None: the family's default) to the scale of :func:`cfg_model`,
     where 1.0 means no guidance.
 
-    With ``guidance.formula`` "uncond", the scale does not change, but is at least 1. With "cond", 1 is added: cond + g
-    (cond
-    - uncond) equals uncond + (1 + g) (cond - uncond). With "embedded", the result is 1.0, because the network gets the
-    scale as an input. Raises ValueError for a scale that is negative or not finite.
+    With ``guidance.formula`` "uncond", the scale does not change, but is at least 1. With "cond", 1 is added, because
+    cond + g (cond - uncond) equals uncond + (1 + g) (cond - uncond). With "embedded", the result is 1.0, because the
+    network gets the scale as an input. Raises ValueError for a scale that is negative or not finite.
     """
     value = guidance.scale if scale is None else scale
     if not 0 <= value < math.inf:

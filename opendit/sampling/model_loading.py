@@ -50,8 +50,8 @@ SOURCE_FPS = 24  # frame rate of the training files if the weights don't store o
 def checkpoint_at(
     ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
 ) -> Path:
-    """Return ``ckpt`` as a path. Raises ValueError if "latest" finds no run. "latest" is the newest run with a
-    checkpoint under ``outputs``: of ``model``, or with ``video`` of any clip model."""
+    """Return ``ckpt`` as a path. "latest" is the newest run under ``outputs`` with a checkpoint: a run of ``model``, or
+    with ``video`` of any clip model. Raises ValueError if there is no such run."""
     if str(ckpt) != "latest":
         return Path(ckpt).expanduser()
     if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:

@@ -107,9 +107,8 @@ class OutputPipeline:
     manager delivers the remaining batches, but none after an exception.
 
     Args:
-        deliver: called with samples' numbers (B,) and uint8 pixels, (B, H, W, 3) or (B, T, H, W, 3). A batch is
-            delivered
-            one or two calls of :meth:`put` later.
+        deliver: called with samples' numbers (B,) and uint8 pixels, (B, H, W, 3) or (B, T, H, W, 3), one or two calls
+            of :meth:`put` later.
         ranks: the replica's ranks; None for a single rank.
         leads: True if this rank calls ``deliver``.
     """

@@ -78,7 +78,7 @@ class SamplingJob:
 
 
 class DamagedPart(OSError):
-    """A file of the cache is missing or damaged. The message names it."""
+    """A file of the cache is missing or damaged. The message names the file."""
 
 
 class SampleCache:
@@ -96,7 +96,7 @@ class SampleCache:
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """Return how many samples in a file of the cache have pixels. They come first."""
+        """Return how many samples in a file of the cache have pixels. Such samples come first."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 

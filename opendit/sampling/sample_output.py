@@ -369,7 +369,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 def weighted_sum(words: Tensor) -> int:
     """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64.
 
-    Every slice of words uses one tensor of factors. This works because a slice's start s is even: then (s + i + 1) *
+    Every slice of words uses one tensor of factors, because a slice's start s is even. Then the factor (s + i + 1) *
     ODD | 1 equals s * ODD + ((i + 1) * ODD | 1)."""
     size, device = WORDS_AT_ONCE[words.device.type], words.device
     factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1

@@ -138,8 +138,7 @@ class SamplingEngine:
             y: conditions of the B samples, on the model's device.
             null: the condition of guidance's unconditional half, as a batch of 1 or B.
             index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and the indices.
-            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the clips' first frames. The result
-                contains
+            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the clips' first frames. The result has
                 these latents, except for models with ``given_beside``.
             progress: wraps the iterable of steps, such as tqdm.
             callback: ``callback(i, x)`` is called after step i with a copy of the sampler's x (B, C, ...).

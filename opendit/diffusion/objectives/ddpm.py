@@ -58,7 +58,7 @@ class DDPM:
     posterior_mean_x0: Tensor  # weight of x_0 in the posterior mean, of q(x_{t-1} | x_t, x_0), [H] eq. 7
     posterior_mean_xt: Tensor  # weight of x_t in the posterior mean
     posterior_log_variance: Tensor  # log of beta-tilde in [H] eq. 7; finite even at t = 0
-    timestep_map: Tensor  # (n,) int64: the steps' timesteps in the schedule of training
+    timestep_map: Tensor  # (n,) int64: each step's timestep in the training schedule
     _on_device: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -194,8 +194,8 @@ class DDPM:
         return mean, self._at("min_log_var", t, xt)
 
     def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
-        """Return the log variance for a variance output ``v`` of any shape: log beta-tilde at v = -1, log beta at v =
-        1. The formula is [N] eq. 15."""
+        """Return the log variance for a variance output ``v``, with v's shape: log beta-tilde at -1, log beta at 1. The
+        formula is [N] eq. 15."""
         frac = (v + 1) / 2
         return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
 
@@ -309,9 +309,9 @@ def training_loss(
 
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Return weights (B,) float32 for the prediction's squared error, with which x_0's error has weight min(SNR,
-    gamma). See [M] sec. 3.4. With SNR = alpha^2 / sigma^2, the squared error of eps is SNR times x_0's; the velocity's
-    is SNR + 1 times x_0's."""
+    """Return weights (B,) float32 for the prediction's squared error, so that x_0's squared error gets the weight
+    min(SNR, gamma), see [M] sec. 3.4. With SNR = alpha^2 / sigma^2, the squared error of eps is SNR times x_0's, and
+    the velocity's is SNR + 1 times x_0's."""
     snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 

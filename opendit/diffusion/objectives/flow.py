@@ -368,7 +368,7 @@ class FlowObjective(Objective):
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        # x_0's squared error, with the weight of_x, is t^2 times the velocity's squared error.
+        # ``of_x`` is the weight of x_0's squared error. That error is t^2 times the velocity's.
         return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
