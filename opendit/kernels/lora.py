@@ -1,7 +1,7 @@
 """LoRA's products: y = x W^T + scale * (x a^T) b^T, with the thin product x a^T (M, r), and its gradients.
 
-Products with r columns or rows take the time of their memory accesses. :func:`low_rank_gradients` reads dy once for
-both gradients. :func:`low_rank_product` adds the thin term to the sums of the wide product before they are written.
+Memory accesses limit products with r columns or rows. :func:`low_rank_gradients` reads dy once for both gradients.
+:func:`low_rank_product` adds the thin term to the wide product's sums before these are written.
 """
 
 import torch
@@ -101,7 +101,7 @@ def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tup
 # ------------------------------------------------------------------------------------------------------------ product
 
 TILE_ROWS, TILE_COLUMNS, DEPTH = 128, 256, 64  # a program's tile of the output, and a step of the sum over c
-BAND = 8  # rows of tiles whose programs run side by side, so that they read the same x and W from the L2 cache
+BAND = 8  # rows of tiles that are computed at about the same time and share x and W in the L2 cache
 MULTIPROCESSORS = 132  # of an H100 or H200: one program each
 LONGEST_SUM = 4096  # for longer sums, cuBLAS's faster product gains more than the kernel's fewer memory accesses
 
@@ -138,7 +138,7 @@ def _low_rank_product_kernel(
         if BIAS:
             at = column + tl.arange(0, COLUMNS)
             total += tl.load(bias_ptr + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
-        # Half a tile at a time, because the other half's registers free its shared memory for the next tile's inputs.
+        # Half a tile at a time, because the next tile's inputs need the shared memory of the other half.
         left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
         y_tiles.store([row, column], left.to(thin.dtype))
         y_tiles.store([row, column + COLUMNS // 2], right.to(thin.dtype))
@@ -189,7 +189,7 @@ def low_rank_product(
 ) -> Tensor:
     """Return x weight + scale * thin factor + bias (M, P) for x (M, C), weight (C, P), thin (M, r), factor (r, P).
 
-    On Hopper in half precision, one Triton kernel adds the thin term to the fp32 sums of the wide product, so y is
+    On Hopper in half precision, one Triton kernel adds the thin term to the wide product's fp32 sums, so the result is
     written once and not read. ``scale * thin`` is rounded to thin's dtype. For long sums, and elsewhere, torch writes
     the thin term first and cuBLAS adds to it.
     """

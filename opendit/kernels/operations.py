@@ -145,8 +145,8 @@ def _normalise_rotate(
 
 
 def _needs_torch(q: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, across: bool) -> bool:
-    """Return True for norms that no kernel computes: norms over too many channels, and norms whose channels are divided
-    over ranks, because these sum squares over the ranks."""
+    """Return True if no kernel computes the norms, because they have too many channels or must sum squares over
+    ranks."""
     divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
     return divided or (across and not fits_across(q.shape[2], q.shape[3]))
 

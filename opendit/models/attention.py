@@ -325,8 +325,8 @@ class GridAttention:
     """A layer's attention between the tokens of a grid, for sequence-parallel strategies. A call with q, k, v (B, H, N,
     d) of all tokens returns (B, H, N, d).
 
-    A strategy can also normalise and rotate a rank's own tokens, with all their heads, before ranks exchange heads: by
-    :meth:`prepare` or :meth:`pack`. It then calls ``prepared``, which only attends.
+    A strategy may also normalise and rotate a rank's tokens before ranks exchange heads, with :meth:`prepare` or
+    :meth:`pack`. It then calls ``prepared``, which only attends.
     """
 
     layer: Attention
@@ -351,8 +351,8 @@ class GridAttention:
         return self.layer.prepare(q, k, v, self._of_tokens(first, q.shape[2]), self.ops, self.normalised)
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor, first: int, parts: int) -> Tensor:
-        """Compute :meth:`prepare`, and divide the heads into ``parts`` of consecutive heads: return (parts, B, n, 3, H
-        / parts, d), contiguous, with one key and value for every query."""
+        """Compute :meth:`prepare` and divide the heads into ``parts`` of consecutive heads. Return (parts, B, n, 3, H /
+        parts, d), contiguous, with one key and value for every query."""
         layer, packs, grid = self.layer, self.ops.pack_heads, self._of_tokens(first, q.shape[2])
         norms, table = (layer.q_norm, layer.k_norm), grid and grid.rotary
         plain = table is None or not (layer.halves or layer.turns_all_channels(grid))

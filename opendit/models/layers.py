@@ -129,7 +129,7 @@ def low_rank_product(
 ) -> Tensor:
     """Return x weight + scale * thin factor + bias (M, P) for x (M, C), weight (C, P), thin (M, r), factor (r, P).
 
-    The low-rank product is written first, then ``addmm`` adds the other one. A separate addition would cost one more
+    The low-rank product is written first, then ``addmm`` adds the wide product. A separate addition would cost one more
     pass over the result.
     """
     first = thin.new_zeros(1) if bias is None else bias
@@ -144,8 +144,7 @@ def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tup
 
 
 class LowRankProducts(NamedTuple):
-    """Implementations of :func:`low_rank_product`, for LoRA's output and its input's gradient, and of
-    :func:`low_rank_gradients`."""
+    """Implementations of LoRA's products. ``output`` computes LoRA's output and its input's gradient."""
 
     output: Callable[..., Tensor] = low_rank_product
     gradients: Callable[..., tuple[Tensor, Tensor]] = low_rank_gradients
@@ -194,8 +193,8 @@ def multiply(
     low_rank: LowRank | None = None,
     products: LowRankProducts = TORCH_PRODUCTS,
 ) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in). W includes LoRA's addition to the weight, which ``products``
-    compute."""
+    """Return x W^T + bias (..., out) for x (..., in). W includes LoRA's addition to the weight. ``products`` compute
+    this addition."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     if has_torch_function((x,)):  # x is a kernel's deferred result

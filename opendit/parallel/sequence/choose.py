@@ -19,9 +19,9 @@ MOST_GROUPS = 6  # maximum number of groups of one sample's heads; a group costs
 
 
 def split_groups(groups: int, samples: int, heads: int) -> tuple[int, int]:
-    """Divide the samples and a rank's ``heads`` into ``groups`` in all. Return (number of groups of samples, number of
-    groups of heads). Samples are divided first, because a single sample needs fewer copies. There are fewer groups if
-    their number does not divide the samples and heads."""
+    """Divide the samples, and then a rank's ``heads``, into ``groups`` groups in all, or into fewer if these numbers
+    are not divisible. Return (number of sample groups, number of head groups). Samples come first, because exchanges of
+    single samples need fewer copies."""
     of_samples = math.gcd(groups, samples)
     return of_samples, math.gcd(groups // of_samples, heads)
 
@@ -122,8 +122,8 @@ class _Costs:
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def copies(self, samples: int) -> float:
-        """Return the seconds, in one direction, of the copies that are needed if one exchange has several samples: q,
-        k, v and the attention output are read and written once more."""
+        """Return the seconds, in one direction, of copies for exchanges with several samples: q, k, v and the attention
+        output are read and written once more."""
         return 2 * 4 * self.whole * self.hardware.link / self.ranks / self.hardware.memory if samples > 1 else 0.0
 
     def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:

@@ -249,9 +249,9 @@ def _parts_of(joined: Tensor) -> list[Tensor]:
 
 
 def side_by_side(received: Sequence[Tensor], samples: int = 1) -> Tensor:
-    """Join the heads of all ranks: return (B, n, D) from the received tensors (P, b, n, h, d).
+    """Join the heads of all ranks: return (B, n, D). The batch has ``samples`` groups of samples.
 
-    There is one tensor for each of the ``samples`` groups of B / ``samples`` samples and each group of heads. The
-    groups of heads vary fastest. A group has neighbouring heads, in the order of the ranks.
+    received: for every group of samples, one tensor (P, b, n, h, d) for each group of heads. A group has neighbouring
+    heads, in the order of the ranks.
     """
     return _SideBySide.apply(samples, *received)

@@ -144,8 +144,8 @@ def _flash(q: Tensor) -> bool:
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (output, log-sum-exp) of attention from q (B, H, N, d) to k, v (B, H, M, d). output: (B, H, N, d).
-    log-sum-exp: of the scores, (B, H, N), fp32 for half-precision inputs."""
+    """Return the output (B, H, N, d) and the scores' log-sum-exp (B, H, N) of attention from q (B, H, N, d) to k, v (B,
+    H, M, d). The log-sum-exp is fp32 for half-precision inputs."""
     if _flash(q):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
         return out, lse
@@ -158,8 +158,8 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_part_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of attention to these keys. dq is only these keys' term of the gradient. ``out`` (B, H, N, d)
-    and ``lse`` (B, H, N) must be the results over all keys."""
+    """Return (dq, dk, dv) of attention to these keys; dq has only these keys' term. ``out`` (B, H, N, d) and ``lse``
+    (B, H, N) must be the results over all keys."""
     if _flash(q):
         # seed and offset of dropout; not read without dropout
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -186,8 +186,8 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 
 @dataclass(frozen=True)
 class UlyssesRing:
-    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A group of one rank
-    switches its method off. One group of samples and heads is exchanged while attention runs for another."""
+    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A method is off if its
+    group has one rank. One group of samples and heads is exchanged while attention runs for another."""
 
     heads: Group
     ring: Group
@@ -207,8 +207,12 @@ class UlyssesRing:
         attend_of: Callable[[slice], Attend],
         length: int,
     ) -> Tensor:
-        """Attend from this rank's tokens to the tokens of all ranks. own: normalises and rotates this rank's q and k.
-        attend_of(samples): attention between all tokens of a part of the batch."""
+        """Attend from this rank's tokens to the tokens of all ranks.
+
+        Args:
+            own: normalises and rotates this rank's q and k.
+            attend_of: function from a part of the batch to the attention between all tokens of this part.
+        """
         (B, H, rows, _), ranks = q.shape, self.heads.size
         first, block = (self.ring.rank * ranks + self.heads.rank) * rows, ranks * rows
         lengths = [min(max(length - i * block, 0), block) for i in range(self.ring.size)]
