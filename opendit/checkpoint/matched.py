@@ -206,7 +206,7 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if one shape reshapes to the other with equal rows, as for a convolution's weight and its matrix."""
+    """Return True if tensors of both shapes have equal rows, as a convolution's weight and its matrix."""
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]

@@ -192,7 +192,7 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damaged_part(path: Path, part: int, parts: int) -> str | None:
-    """Return how the files at ``path`` differ from the manifest, or None. ``parts`` callers divide the work."""
+    """Return how the files at ``path`` differ from the manifest, or None. Callers divide the checksums."""
     if not tensor_set.is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
     if problem := tensor_set.damage(path.parent, part, parts, only=[path.name]):
@@ -227,7 +227,7 @@ def _read_part(path: Path, part: int, parts: int) -> Weights:
 
 
 def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
-    """Return ``weights``. Raises ValueError if a tensor in caller ``part``'s share has a NaN or an infinity."""
+    """Return ``weights``. Raises ValueError for a NaN or an infinity in this caller's share of the tensors."""
     state = weights.state
     stored = isinstance(state, tensor_set.TensorSet)
     tensors = state.as_stored(part, parts) if stored else list(state.items())[part::parts]

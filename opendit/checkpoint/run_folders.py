@@ -26,9 +26,9 @@ from opendit.common.safe_files import remove
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
-LOW = "low"  # folder of the low-noise network in a run of --expert both
-AVERAGES = "averages"  # folder of reconstructed power averages, and of deleted checkpoints' averages
-ENDED = "ended.json"  # describes how the run ended; see opendit/training/interrupt.py
+LOW = "low"  # low-noise network of a run with --expert both
+AVERAGES = "averages"  # reconstructed power averages, and deleted checkpoints' averages
+ENDED = "ended.json"  # how the run ended; see opendit/training/interrupt.py
 _MOST_NAME = 255  # largest size of the file ``latest``, in bytes
 # Further names that a run and its loggers write in the run's folder.
 WRITTEN = (

@@ -1,7 +1,7 @@
 """Check the contents of run and checkpoint files before memory is allocated or a model is built.
 
 The pydantic models for settings of networks and objectives are derived from dataclasses. Keys that no version of
-OpenDiT has written are refused. Import this module only to read a file, because it is slow."""
+OpenDiT has written are refused. Other modules import this module only to read a file, because the import is slow."""
 
 import dataclasses
 import functools

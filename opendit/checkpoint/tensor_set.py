@@ -194,7 +194,7 @@ class TensorSet(Mapping[str, Tensor]):
         return ((name, self[name]) for name in names[part::parts])
 
     def check_files(self, part: int = 0, parts: int = 1) -> None:
-        """Check caller ``part``'s share of shard files' headers. Raises ValueError if one contradicts the index."""
+        """Check the headers of this caller's shard files. Raises ValueError if one contradicts the index."""
 
     def close(self) -> None:
         self._files.clear()

@@ -1,7 +1,7 @@
 """Declare flags and their allowed values.
 
-A configuration is a frozen dataclass that inherits from components. A component is a subclass of :class:`Flags`. A
-component's fields, made by :func:`flag`, are flags on one subject.
+A configuration is a frozen dataclass that inherits from components. A component is a subclass of :class:`Flags`. Its
+fields are flags on one subject; :func:`flag` creates them.
 """
 
 import argparse

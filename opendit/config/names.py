@@ -269,7 +269,7 @@ FEATURE_PRECISIONS = ("fp32", "tf32")
 LABELS = ("balanced", "drawn")
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of latents in other programs' tar files
-MOCK, PYTHON = "mock", "python"  # the sources of random latents, and of a data set passed to opendit.train
+MOCK, PYTHON = "mock", "python"  # sources: random latents, and a data set passed to opendit.train
 ADDRESSES = "latents"  # the source that reads URLs
 ENERGON, BLENDS = "energon_source", "blend"
 TABLES = "pictures_and_clips"  # reads tables and any other folder, so it is tried last

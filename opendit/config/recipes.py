@@ -58,8 +58,8 @@ SPEEDRUN = (
 def _stages(
     name: str, model: str, objective: str, *, batch: int, world: int, more: str = "", joint: str = ""
 ) -> dict[str, Preset]:
-    """Return a recipe for each of a model's three training stages. batch, world: stage 1's micro-batch size and global
-    batch size. more: all stages' flags. joint: stage 2's flags."""
+    """Return a model's recipes, one per training stage. batch, world: stage 1's micro-batch size and global batch size.
+    more: all stages' flags. joint: stage 2's flags."""
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")
     return {

@@ -217,7 +217,7 @@ class _Blocks:
         """Run the next ``count`` blocks on x and return the result; None runs all remaining blocks."""
         which = self._next(count)
         number, (first, last), fusion = which.stop - which.start, self._stack.route, self._stack.fusion
-        # the last blocks and the final layer gather modulations together
+        # also gather the final layer's modulations with the last blocks'
         self._modulations.gather(number + (self._done == len(self._blocks)))
         self._stack.evaluated += number * len(x)
         weak = self._stack.weak if self._stack.weak and len(x) == 2 * self._stack.weak.samples else None

@@ -95,7 +95,7 @@ class VaeLoader:
     _begun: tuple[str, DiTConfig | None] | None = None
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> None:
-        """Start to load the VAE in a thread. path, which: see ``find_weights``. vae: see :func:`vae_of`."""
+        """Start to load the VAE in a thread. path, which: as for ``find_weights``. vae: as for :func:`vae_of`."""
         try:
             weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
             name, config = vae_of(vae, weights), weights.config

@@ -43,9 +43,9 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 Place = str | os.PathLike[str]
 LoraArgument = Place | Sequence[Place | tuple[Place, float]] | None
-ENGINES = 2  # engines with CUDA graphs that a pipeline stores, at most
-MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # the limits of sample.py's flags
-# Flags of sample.py -> arguments of this module, if the names differ.
+ENGINES = 2  # engines with CUDA graphs in a pipeline, at most
+MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # as sample.py's flags
+# sample.py's flags -> arguments with different names
 ARGUMENTS = {
     "ckpt": "path",
     "mixed_precision": "precision",

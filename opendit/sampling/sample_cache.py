@@ -1,6 +1,6 @@
 """Cache samples, or their features, on disk, so that a killed job can resume.
 
-The cache has one file, called a part, for each range of samples. The file has a checksum. It is written atomically,
+The cache has one file, called a part, for each range of samples. A part has a checksum, and is written atomically,
 after the samples' picture or clip files. A job resumes only if its settings equal the manifest's."""
 
 import contextlib

@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 class SamplingEngine:
     """Draws latents with one model and one set of settings. The model's weights must not change or move.
 
-    A batch size's first batch records its steps as CUDA graphs, for later batches to replay. If recording is not
-    possible, steps run kernel by kernel, and ``note`` says why. With float8 operations, weights are cast once.
+    The first batch of each size records its steps as CUDA graphs, for later batches to replay. If recording is not
+    possible, ``note`` says why, and steps run kernel by kernel. With float8 operations, weights are cast once.
 
     Args:
         model: on its device, in its precision and in eval mode.
-        sampler: one of the objective's samplers; None for its default.
+        sampler: one of the objective's samplers; None for the default.
         cfg_scale, cfg_channels, cfg_interval: classifier-free guidance, as in ``sample_latents``.
         guidance_every: N evaluates guidance's unconditional half only in every N-th step.
         guidance_by: "null", or a route, see :func:`~opendit.sampling.approximate_steps.weak_route`.

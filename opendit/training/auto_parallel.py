@@ -47,8 +47,7 @@ SHOWN = 5
 PARTS = 4  # --offload is tried with each multiple of 1 / PARTS of the blocks
 ONE_BYTE = {False: "int8", True: "fp8"}  # --fp8 -> --base_precision: int8 is more exact, but FP8 products are faster
 BATCHES = 3  # micro-batch sizes to try, from the largest that fits down
-# Smallest relative gain in time for which one more kind of parallelism is used. The gain must make up for waiting for
-# slow ranks, because step_cost.py does not count such waits.
+# Relative gain in time that justifies one more kind of parallelism. It makes up for waits, which step_cost.py ignores.
 MARGIN = 0.01
 
 

@@ -58,7 +58,7 @@ def build_model_and_engine(run: Run) -> Engine:
     with mesh.device:
         model = empty_model(run.model_config, parameters=at_once)
     initial = run.first_values(model)
-    # Cast frozen weights once. Not under ddp: its products cast them.
+    # Cast frozen weights once, but not under ddp, where products cast them.
     if run.lora is not None and not cut and flags.plugin != "ddp":
         for parameter in model.parameters():
             if not parameter.requires_grad:

@@ -235,7 +235,7 @@ def _network(folder: Path) -> str:
 
 @cache
 def code() -> dict[str, str | None]:
-    """Return the versions of this package and of all libraries in use, and a hash of the package's source files."""
+    """Return the versions of this package and its libraries, and a hash of the package's source files."""
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
     names = (str(path.relative_to(package)) for path in files)

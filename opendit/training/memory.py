@@ -1,6 +1,6 @@
 """Estimate a training step's memory by formula, before anything is allocated.
 
-The backward pass has two possible peaks. When it begins, memory holds the activations of all blocks, and no gradients
+The backward pass has two possible peaks. At the beginning, memory holds the activations of all blocks, and no gradients
 of this micro-batch. At the first block, memory holds one block's activations and all later blocks' gradients.
 
 Activations are counted in units. A unit is one vector of the model's width for each token of a rank's micro-batch.

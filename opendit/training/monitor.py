@@ -457,9 +457,9 @@ def resident_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-SLOW = 1.5  # a slow rank takes at least this multiple of the other ranks' median time
-LOSS = 0.1  # a slow rank costs at least this fraction of a step
-# a slow rank costs at least this many seconds between two lines of the log
+SLOW = 1.5  # a rank is slow at this multiple of all other ranks' median time
+LOSS = 0.1  # warn if a slow rank costs this fraction of a step
+# and this many seconds between two lines of the log
 LEAST_S = 1.0
 REPEAT = 20  # lines of the log until the warning is repeated
 TIMED = 32  # micro-batches before each line of the log with timed forward passes
@@ -499,9 +499,8 @@ class Pace:
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
-        """Return fields for a line of the log: the slowest rank, and its time as a multiple of the other ranks' median.
-        All ranks must call this, after the host has waited for the device. steps: number of steps since the last
-        line."""
+        """Return fields for a line of the log: the slowest rank, and its time divided by the median of all other ranks.
+        All ranks must call this, after the host has waited for the device. steps: steps since the last line."""
         if self._channel is None:
             return {}
         forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards

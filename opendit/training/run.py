@@ -134,8 +134,8 @@ class Batches:
     def of_next_step(self) -> Iterator[Batch]:
         """Yield the next step's batches. Each is read on request, so that reading overlaps with computing.
 
-        If this rank can't read its data any more, the last batch is repeated, because other ranks wait.
-        ``Interrupt.ask`` then drops the step on all ranks. If there are no other ranks, NoData is raised instead.
+        If the data can't be read any more, this rank repeats its last batch, because other ranks wait.
+        ``Interrupt.ask`` then drops the step on all ranks. Without other ranks, NoData is raised instead.
 
         Raises DataError if no batch can be repeated.
         """

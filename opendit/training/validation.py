@@ -107,7 +107,7 @@ class LossHistory:
         return history
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of the log, if its validation has these noise levels."""
+        """Add a line of the log. Lines without these noise levels are ignored."""
         if line.get("val_noise") == self.noise:
             step, loss, by_noise = (line[key] for key in ("step", "val_loss", "val_loss_by_noise"))
             self.steps.append(step)

@@ -36,9 +36,9 @@ JOB, CONFIG, OUTPUT, RUN = "job.json", "config.yaml", "output.txt", "run"
 MOST_WAITING = 32  # waiting jobs, at most
 MOST_SHOWN = 200  # newest jobs in the list
 TICK_S = 1.0  # seconds between two checks of the running jobs
-PROGRAM_S = 300  # seconds for making a plan or looking at data, at most
-TAIL_BYTES = 16 * 1024  # bytes to show from the end of a program's output
-# As in opendit/training/interrupt.py. This package must not import that module.
+PROGRAM_S = 300  # seconds for a plan or a look at data, at most
+TAIL_BYTES = 16 * 1024  # bytes to show from a program's output
+# As in opendit/training/interrupt.py. Don't import that module here.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 ENDINGS = {"done": "done", "failed": "failed", "hours_up": "stopped", "stopped": "stopped"}
 
