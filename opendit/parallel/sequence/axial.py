@@ -302,7 +302,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        # A view of the buffer, valid until the next exchange. The preceding norm's backward pass reads the view before.
+        # A view of the buffer. The preceding norm's backward pass reads it before the next exchange overwrites it.
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 
