@@ -43,7 +43,7 @@ FEATURES = {
     "cudnn": Feature("cuDNN's attention is taken with", (9, 0)),
     # The tiles need 128 KiB of shared memory, and Ada has only 99. The kernel was measured only on Hopper.
     "short_attention": Feature("attention to few and short samples is taken with", (9, 0), (9, 0)),
-    # It reads tiles by descriptors, which older GPUs don't have. It was measured only on Hopper.
+    # The kernel reads tiles by descriptors, and older GPUs have none. It was measured only on Hopper.
     "low_rank_product": Feature("LoRA's product in one kernel is taken with", (9, 0), (9, 0)),
     "flash_attn": Feature("flash_attn needs", (8, 0)),
     "flash_attn_3": Feature("FlashAttention 3 and 4 need", (9, 0)),

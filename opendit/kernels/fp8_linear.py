@@ -360,8 +360,8 @@ def linear_gate_residual_rmsnorm_modulate(
     return linear_gate_residual_layernorm_modulate(x, gate, z, linear, *vectors, sample_of_row, norm.eps, center=False)
 
 
-# The functions below bypass the projection's forward method. With LoRA they call the projection, because LoRA's
-# gradients need the product's gradient in the activations' dtype.
+# Without LoRA, the functions below bypass the projection's forward method. With LoRA they call the projection, because
+# LoRA's gradients need the product's gradient in the activations' dtype.
 
 
 def linear_heads(

@@ -134,8 +134,8 @@ def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     """Return GELU(linear(x)) (..., out), tanh form, without gradients, computed in the product's epilogue.
 
     cuBLAS applies bias and GELU to the fp32 sums before writing. Training must save the product before GELU, so it
-    computes GELU in a separate pass (bias_gelu.py). torch computes layers on CPUs, without bias, or with a stored
-    weight.
+    computes GELU in a separate pass (bias_gelu.py). torch computes the layer on a CPU, if it has no bias, or if its
+    weight is stored in fewer bits.
     """
     if linear.bias is None or not x.is_cuda or isinstance(linear.matrix, StoredWeight):
         return TORCH_OPS.linear_gelu(x, linear)

@@ -155,7 +155,7 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
         numbers: (steps, K) fp32, K values for each step.
 
     Returns:
-        (halves * B,) int64: each sample's row number in the first table.
+        (halves * B,) int64: each sample's row number in the first table at its step.
         (B, K) fp32: each sample's row of ``numbers``.
         (B,) int64: step * B + b, the row of sample b in a table of all steps and samples.
     """

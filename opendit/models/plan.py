@@ -382,8 +382,8 @@ def _mlp(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _experts(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the experts: the sum of their outputs, and for every (token, expert) pair the expert's
-    input, output, and hidden layer before and after GELU."""
+    """Return the memory of the experts: the sum of their outputs, and each expert's input, output, and hidden layer
+    before and after GELU."""
     experts = config.block.experts
     if experts is None:
         return Kept()

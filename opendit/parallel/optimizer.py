@@ -209,7 +209,7 @@ class ShardedOptimizer:
 
     ``offload`` stores the averages, or averages and moments, in host memory, page-locked if there is a GPU. Results
     have the same bits as without offload. The step copies moments through a ring buffer of device memory. For 300 M
-    weights this takes 49 ms, and direct access 57 ms (H200, benchmarks/bench_offload.py).
+    weights the step takes 49 ms, with direct access 57 ms (H200, benchmarks/bench_offload.py).
 
     A kernel on a side stream updates the averages during the next passes, and the next step waits for it. If masters
     are in host memory, kernels access them in place, and the host waits for the step. Call :meth:`wait` before reading

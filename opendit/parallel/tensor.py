@@ -320,7 +320,7 @@ class GatheredColumn(Part):
         return join(super().product(x, bias, multiply), x.dim() - 1, self.group)
 
 
-# Rules by which this module divides parameters. Every rank has full label tables, because they are small.
+# Rules by which this module divides parameters. Every rank has full label tables, because the tables are small.
 DIVIDING = (Column, Row, Heads, Expert)
 
 
