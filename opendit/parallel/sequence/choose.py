@@ -199,8 +199,12 @@ def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None
 def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
-    """Choose how ``ranks`` ranks divide sequences of ``shape``. kind: a strategy, or auto for the cheapest. groups:
-    number of groups for Ulysses; None to choose. hardware: None for H200s.
+    """Choose how ``ranks`` ranks divide sequences of ``shape``.
+
+    Args:
+        kind: a strategy, or auto for the cheapest.
+        groups: number of groups for Ulysses; None to choose.
+        hardware: None for H200s.
 
     Raises ValueError for a ``kind`` that is unknown or does not suit the model, for ``groups`` that do not divide the
     samples and a rank's heads, and if auto finds no strategy.

@@ -53,7 +53,13 @@ class Products:
         torch.addmm(out, grad, columns[0], beta=int(add), out=out)
 
     def weight_gradient(self, grad: Tensor, sent: Tensor) -> Tensor:
-        """Return grad^T sent (out, D) from the gradients (rows, out) and inputs (rows, D) of all tokens."""
+        """Return a weight's gradient (3 D, D), equal to ``whole_rows(grad.T @ x, group)``.
+
+        Args:
+            grad: gradients (tokens, 3 h d) of this rank's heads.
+            x: inputs (tokens, D).
+            whole: memory for the result, from :func:`zeros_but_own`.
+        """
         return grad.t() @ sent
 
     def own_weight_gradient(self, grad: Tensor, sent: Tensor, group: Group, whole: Tensor) -> Tensor:
