@@ -26,7 +26,11 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-
     """Compute adaLN, LN(x) * (1 + scale) + shift, in one pass (Peebles & Xie 2023, sec. 3.2). LN is a layer norm over D
     without weight and bias. Returns (B, N, D) in x's dtype.
 
-    x: (B, N, D) bf16, fp16 or fp32. shift, scale: (B, D). eps: DiT uses 1e-6, unlike ``nn.LayerNorm``'s 1e-5.
+    Args:
+        x: (B, N, D) bf16, fp16 or fp32.
+        shift: (B, D).
+        scale: (B, D).
+        eps: DiT uses 1e-6, unlike ``nn.LayerNorm``'s 1e-5.
     """
     if kernels_available(x.device, x.dtype)[0]:
         return adaln.layernorm_modulate(x, shift, scale, eps)
@@ -34,9 +38,12 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-
 
 
 def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
-    """Compute adaLN-Zero's residual connection, x + gate * branch, in one pass.
+    """Compute adaLN-Zero's residual connection, x + gate * branch, in one pass. Returns (B, N, D) in x's dtype.
 
-    x, branch: (B, N, D) bf16, fp16 or fp32; gate: (B, D). Returns (B, N, D) in x's dtype.
+    Args:
+        x: (B, N, D) bf16, fp16 or fp32.
+        gate: (B, D).
+        branch: (B, N, D).
     """
     if kernels_available(x.device, x.dtype)[0]:
         return gated.gate_residual(x, gate, branch)

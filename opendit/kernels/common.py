@@ -196,10 +196,12 @@ def forced_launch(**launches: Launch) -> Iterator[None]:
 
 
 def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns: int = 1) -> Launch:
-    """Return ``default``, with fewer rows per program if the rows would not fill the GPU or the samples are short.
+    """Return ``default``, with fewer rows per program if the rows would not fill the GPU or the samples are short. The
+    result depends on shapes only, so that sums have the same order in all runs.
 
-    longest: rows of the longest sample. columns: number of programs that share a row. The result depends on shapes
-    only, so that sums have the same order in all runs.
+    Args:
+        longest: rows of the longest sample.
+        columns: number of programs that share a row.
     """
     if kernel in _forced:
         return _forced[kernel]

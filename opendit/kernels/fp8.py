@@ -197,7 +197,9 @@ def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, norm
 def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor | None = None) -> Float8:
     """Cast x (..., D) bf16, fp16 or fp32 to float8.
 
-    exact: compute the scale from all values instead of a sample. scaled_as: tensor that determines the scale; None: x.
+    Args:
+        exact: True to compute the scale from all values instead of a sample.
+        scaled_as: tensor that determines the scale; None for x.
     """
     x, y = x.contiguous(), Float8.empty(x.shape, dtype, x.device)
     target = EXACT if exact else SAMPLED if dtype == E4M3 else SAMPLED_GRADIENT
@@ -278,10 +280,14 @@ def default_warps(width: int, rows: int) -> int:
 def rows_in_float8(
     x: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, warps: int | None = None, chunk: int = 1
 ) -> Float8:
-    """Cast x (..., D), or with ``bias`` (D,), GELU(x + bias), to e4m3 with one scale per row. x is bf16, fp16 or fp32.
+    """Cast x (..., D) bf16, fp16 or fp32 to e4m3 with one scale per row. A program reads a complete row once, for scale
+    and codes. A token's result does not depend on other tokens or samples.
 
-    A program reads a complete row once, for scale and codes. A token's result does not depend on other tokens or
-    samples. scale: (rows, 1) fp32, factors for the rows of x. warps, chunk: warps and rows per program.
+    Args:
+        bias: (D,); cast GELU(x + bias) instead of x.
+        scale: (rows, 1) fp32, factors for the rows of x.
+        warps: warps per program.
+        chunk: rows per program.
     """
     x, y = x.contiguous(), Float8.empty(x.shape, E4M3, x.device, by_row=True)
     rows, width = y.descale.shape[0], x.shape[-1]

@@ -127,7 +127,13 @@ BLOCK = 4  # 64-bit words per value of the Philox counter
 
 def draw(distribution: Distribution, seed: int, name: str, shape: Sequence[int], start: int, out: Tensor) -> Tensor:
     """Fill ``out`` with the initial values of elements [start, start + len(out)) of a flattened parameter; return
-    ``out``. name, shape: the parameter's canonical name and shape. out: (n,) fp32, contiguous, in host memory."""
+    ``out``.
+
+    Args:
+        name: the parameter's canonical name.
+        shape: the parameter's shape.
+        out: (n,) fp32, contiguous, in host memory.
+    """
     if isinstance(distribution, Constant):
         return out.fill_(distribution.value)
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")

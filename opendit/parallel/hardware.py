@@ -166,9 +166,13 @@ def _positive(*values) -> bool:
 
 
 def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, str]:
-    """Return the hardware model to use, and a line about its origin. asked: value of --hardware (a card of
-    :data:`CARDS`, a file, or None). card: name of this process's card, if any. Raises ValueError for an unknown card in
-    ``asked`` and for an invalid file."""
+    """Return the hardware model to use, and a line about its origin. Raises ValueError for an unknown card in ``asked``
+    and for an invalid file.
+
+    Args:
+        asked: value of --hardware (a card of :data:`CARDS`, a file, or None).
+        card: name of this process's card, if any.
+    """
     if asked is not None:
         model = load(Path(asked)) if Path(asked).is_file() else of_card(asked)
         if model is None:

@@ -243,9 +243,11 @@ def execute(
     """Run a rank's passes of a schedule. Each pass receives a tensor, computes, and sends the result. Call on all ranks
     of the pipeline, each with its ``actions``.
 
-    compute: runs one pass. It takes the received tensor (None if the pass starts from the model's input or from the
-    loss), and returns the tensor to send.
-    key_of: maps a micro-batch's number to a key. Micro-batches with the same key must have activations of one shape.
+    Args:
+        compute: runs one pass. It takes the received tensor (None if the pass starts from the model's input or from the
+            loss), and returns the tensor to send.
+        key_of: maps a micro-batch's number to a key. Micro-batches with the same key must have activations of one
+            shape.
     """
     incoming = [received(action, links.rank, links.ranks, chunks) for action in actions]
     posted: dict[int, tuple[Any, ...]] = {}
@@ -387,11 +389,13 @@ class StageForward:
         self._model, self._stages = model, stages
 
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
-        """Run a chunk's forward pass on a micro-batch. x: the model's input for the first stage, this rank's tokens (B,
-        n, D) for later stages. shape: shape of the model's input. The last stage returns the result of ``DiT.forward``,
-        earlier stages return tokens.
+        """Run a chunk's forward pass on a micro-batch. The last stage returns the result of ``DiT.forward``, earlier
+        stages return tokens. Every stage computes the condition from t and y, so the condition and its gradients are
+        never sent.
 
-        Every stage computes the condition from t and y, so the condition and its gradients are never sent.
+        Args:
+            x: the model's input for the first stage, this rank's tokens (B, n, D) for later stages.
+            shape: shape of the model's input.
         """
         model, stages = self._model, self._stages
         blocks = [model.blocks[number] for number in stages.own(chunk)]

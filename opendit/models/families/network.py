@@ -316,8 +316,13 @@ class PublicDiT(DiT):
     # ----------------------------------------------------------------------------------------------------- one forward
 
     def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
-        """Predict the velocity, noise - data, of noised latents; see :meth:`DiT.forward`. t: (B,) times from 0 to 1000
-        (pure noise), or (B, T) if some frames are conditioning frames (see ``times_of_frames``). y: a TextCondition."""
+        """Predict the velocity, noise - data, of noised latents; see :meth:`DiT.forward`.
+
+        Args:
+            t: (B,) times from 0 to 1000 (pure noise), or (B, T) if some frames are conditioning frames (see
+                ``times_of_frames``).
+            y: a TextCondition.
+        """
         c, context = self.condition(t, y)
         if segments is not None:
             return self._predict_pack(x, self.modulations(c), context, segments)
