@@ -20,7 +20,7 @@ PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anythi
 
 MODULES = "data diffusion encoders fused kernels.attention models export.conversion".split()
 MODULES += "training.model_plan training.build sampling.sample_output sampling.sampling_engine".split()
-MODULES += "evaluation.program".split()
+MODULES += "evaluation.program parallel.optimizer".split()
 # Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
 PROBE = """
 import importlib, os, sys, traceback, torch
@@ -34,6 +34,9 @@ for module in sys.argv[1:]:
                 from opendit.models.zoo import empty_model, model_config
                 config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=5)
                 model_shapes(config), empty_model(config, parameters=False)
+            if module == "parallel.optimizer":
+                from opendit.parallel.optimizer import FusedAdamW
+                FusedAdamW([torch.nn.Parameter(torch.zeros(2))])
             heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}
             if module.startswith("training."):
                 heavy.add("pydantic")
@@ -47,8 +50,8 @@ for module in sys.argv[1:]:
 
 def test_imported_first():
     """In particular not torch's compiler, which takes 2 s (decorating a function by it is enough to import it, and so
-    are random numbers on the meta device), and not FSDP, which takes half of one. Training imports pydantic, which
-    takes 0.1 s, only when it reads a JSON file."""
+    are random numbers on the meta device and torch's optimizers), and not FSDP, which takes half of one. Training
+    imports pydantic, which takes 0.1 s, only when it reads a JSON file."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", PROBE, *MODULES], capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines() == [f"{module} imported" for module in MODULES], done.stdout + done.stderr

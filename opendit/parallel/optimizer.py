@@ -4,6 +4,7 @@
 is sharded with ``fully_shard``, or is complete on a single rank.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -75,6 +76,8 @@ class FusedAdamW(torch.optim.AdamW):
 
     # maximum number of elements in one update, because gradients need memory for fp32 copies
     elements = 2**26
+    # torch's decorated method would import torch's compiler, which takes a second
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
 
     def __init__(self, params: Any, eight_bits: bool = False, **kwargs: Any):
         super().__init__(params, fused=True, **kwargs)
