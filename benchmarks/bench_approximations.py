@@ -33,6 +33,7 @@ from torch import Tensor
 import opendit
 from benchmarks.results import append
 from opendit.data.digits import DIRECTIONS, caption
+from opendit.encoders.conditioner import CaptionConditioner
 from opendit.evaluation.digits import (
     AskedDigits,
     ClipShape,
@@ -97,6 +98,7 @@ class Clips:
         frames, size = pipe.config.input_size[0], pipe.config.input_size[1]
         self.codec = pipe.codec
         self.wanted = [(i % 10, list(DIRECTIONS)[i // 10 % 4]) for i in range(samples)]
+        assert isinstance(pipe.conditioner, CaptionConditioner)
         self.y = pipe.conditioner.encode([caption(digit, direction) for digit, direction in self.wanted])
         self.null = pipe.conditioner.null()
         self.shape = ClipShape(frames, pipe.weights.info["frame_interval"], size)
@@ -118,7 +120,7 @@ def pixels_of(decoded: Tensor) -> Tensor:
 
 def whole(media: Media) -> Tensor:
     """Return all media as uint8 (N, 3, H, W), or (N, 3, T, H, W) for clips."""
-    return torch.from_numpy(media.read_range(range(media.count))).movedim(-1, 1)
+    return torch.from_numpy(media.read_all()).movedim(-1, 1)
 
 
 class Bench:
@@ -227,7 +229,7 @@ def records(title: str, rows: list[Row]) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ckpt", nargs="+", required=True, help="runs or checkpoints of the embedded demos")
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--batch_size", type=int, default=500)

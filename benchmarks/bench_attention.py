@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -60,7 +61,8 @@ class Kernel:
     def active(self) -> Iterator[Attend]:
         """Yield the attention function, with torch's deterministic mode as this kernel needs it."""
         before = torch.are_deterministic_algorithms_enabled()
-        torch.utils.deterministic.fill_uninitialized_memory = False  # as in training
+        memory: Any = torch.utils.deterministic
+        memory.fill_uninitialized_memory = False  # as in training
         torch.use_deterministic_algorithms(self.deterministic)
         try:
             yield self.attend()
@@ -161,7 +163,7 @@ def median_ms(call: Callable[[], object], milliseconds: int, device: str) -> flo
         return 1000 * (time.perf_counter() - start)
     from triton.testing import do_bench  # clears the L2 cache before each call
 
-    return do_bench(call, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
+    return cast(float, do_bench(call, warmup=milliseconds // 4, rep=milliseconds, return_mode="median"))
 
 
 def device_ms(call: Callable[[], object], milliseconds: int, device: str) -> float:
@@ -272,7 +274,7 @@ def _row(case: str, metric: str, value: str) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=DEFAULT)
     parser.add_argument("--head_dims", nargs="+", type=int, default=[128, 72])
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, help="tokens of the timed cases")
@@ -288,7 +290,8 @@ def main(argv: list[str] | None = None) -> None:
     args.type = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     trials, kernels = Trials(args.seconds), [KERNELS[name] for name in args.kernels]
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    installed = flash_attn()[1] if flash_attn() else "not installed"
+    package = flash_attn()
+    installed = package[1] if package else "not installed"
     print(f"{where}, torch {torch.__version__}, {args.dtype}; {PACKAGE}: {installed}")
     warnings.filterwarnings("ignore", category=UserWarning)  # warnings about kernels that can't be used
     rows = error_table(kernels, args, trials) + speed_table(kernels, args, trials)

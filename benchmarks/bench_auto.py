@@ -276,7 +276,7 @@ def rows_of(key: str, ms: float, gib: float, one: Priced) -> list[dict]:
     ]
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int | None:
     add_stacks()
     if argv[:1] == ["run"]:
         import train

@@ -24,6 +24,7 @@ import argparse
 import functools
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -36,7 +37,7 @@ from benchmarks.results import append
 from opendit.config.components import SpeedFlags
 from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
-from opendit.models.attention import Attention, TokenGrid
+from opendit.models.attention import Attention, SequenceShards, TokenGrid
 from opendit.models.blocks import Block
 from opendit.models.variants import STDiTConfig
 from opendit.parallel.collectives import Group, Ring
@@ -44,7 +45,7 @@ from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
 from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll, DirectExchange, GridShare, SharedGrid
 from opendit.parallel.sequence.choose import Shape, StrategyChoice
-from opendit.parallel.sequence.peer_memory import connect
+from opendit.parallel.sequence.peer_memory import PeerMemory, connect
 from opendit.parallel.sequence.ulysses import UlyssesRing, ring_attention
 
 WHOLE, COMPUTE_ONLY, BLOCKING, RING, DEFAULT = "whole", "compute only", "blocking", "ring", "default"
@@ -83,30 +84,30 @@ class Layer:
         self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
         types = self.config.sequence_types
         shape = Shape(self.config.tokens, hidden, heads, 1, dtype.itemsize, types=types, axial=True)
-        self.default = sequence_parallel(mesh, "auto", shape)
+        self.default = cast(SequenceParallel, sequence_parallel(mesh, "auto", shape))
 
-    def shards(self, name: str) -> SharedGrid:
+    def shards(self, name: str) -> SequenceShards:
         if name == DEFAULT:
             return self.default(self.config.tokens, self.config.grid)
-        full, exchange = (
-            self.default.strategy,
-            {COMPUTE_ONLY: Nothing(), BLOCKING: AllToAll(1), RING: InPlace()}.get(name),
-        )
+        full: Any = self.default.strategy
+        exchange: Any = {COMPUTE_ONLY: Nothing(), BLOCKING: AllToAll(1), RING: InPlace()}.get(name)
         kind, _, parts = name.partition(" x ")
         if parts:
-            exchange = AllToAll(int(parts)) if kind == "collectives" else DirectExchange(self.memory, int(parts))
+            memory = cast(PeerMemory, self.memory)  # only DirectExchange needs it, and then it is there
+            exchange = AllToAll(int(parts)) if kind == "collectives" else DirectExchange(memory, int(parts))
         if full is not None and name in (COMPUTE_ONLY, RING):
             full = ComputeOnly() if name == COMPUTE_ONLY else UlyssesRing(Group(None, 0, 1), self.group)
         shared = SequenceParallel(self.group, StrategyChoice(name, ""), full)
-        whole = None if full is None else SharedSequence(shared, self.config.tokens)
-        return SharedGrid(GridShare(self.group, self.sizes, PLACES if name == RING else FRAMES), exchange, whole)
+        whole = None if full is None else cast(SequenceShards, SharedSequence(shared, self.config.tokens))
+        grid = GridShare(self.group, self.sizes, PLACES if name == RING else FRAMES)
+        return cast(SequenceShards, SharedGrid(grid, exchange, whole))
 
     @property
-    def memory(self):
+    def memory(self) -> PeerMemory | None:
         """The ranks' symmetric memory; None if there is none."""
         return connect(self.group, self.mesh.device)[0]
 
-    def step(self, name: str, shards: SharedGrid | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def step(self, name: str, shards: SequenceShards | None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return (output, gradient of x, gradients of the weights) for this rank's tokens or, without shards, for all
         tokens."""
         for module in self.block.modules():
@@ -115,7 +116,7 @@ class Layer:
         if name == RING:
             rows = self.sizes[1] // self.group.size
             how = dict(ring=Ring(self.group), lengths=[rows] * self.group.size)
-            self.block.spatial_attn.attend = functools.partial(ring_attention, **how)
+            cast(Attention, self.block.spatial_attn).attend = functools.partial(ring_attention, **how)
         x, weights = (t if shards is None else shards.take(t) for t in (self.whole, self.weights))
         x = x.detach().requires_grad_()
         grid = TokenGrid(self.config.grid, shards=shards)
@@ -159,7 +160,7 @@ def measure(layer: Layer, variants: list[str], rounds: int, budget: float) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--frames", type=int, default=32)
     parser.add_argument("--places", type=int, default=2304, help="of a frame; 32 x 2304 are 73,728 tokens")
     parser.add_argument("--hidden", type=int, default=1152)

@@ -65,7 +65,7 @@ def model_of(config: Any, kind: str, dtype: torch.dtype, device: torch.device, f
     for seed, (name, parameter) in enumerate(model.named_parameters()):
         values = value_of(name, shapes[name], seed, device)
         if name in stored:
-            stored[name].store(parameter.data, values, None)
+            stored[name].store(parameter.data, values, torch.clone)
         else:
             parameter.data.copy_(values)
     if device.type == "cuda" and dtype != torch.float32:
@@ -87,7 +87,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--blocks", type=int, nargs=2, default=(2, 4), help="with two streams of tokens, and with one")
     parser.add_argument("--width", type=int, default=3072, help="a multiple of 128")
     parser.add_argument("--tokens", type=int, default=1024, help="of the picture, a square number")

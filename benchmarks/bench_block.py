@@ -71,6 +71,7 @@ class Network:
 
 def floor_of(one: Network, more: Network, mesh: Mesh) -> Callable[[], None]:
     """Return a function that runs the products and attention of one block, with their gradients."""
+    assert one.config.text is not None
     products, attentions = products_of(more.config, one.config.text.max_tokens)
     for found, less in zip((products, attentions), products_of(one.config, one.config.text.max_tokens), strict=True):
         found.subtract(less)
@@ -97,7 +98,7 @@ def floor_of(one: Network, more: Network, mesh: Mesh) -> Callable[[], None]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="wan-14b", choices=VALUES)
     parser.add_argument("--size", type=int, nargs="+", default=[24, 60, 104], help="sides of the latents")
     parser.add_argument("--rounds", type=int, default=5)
@@ -109,7 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     networks = [Network(mesh, args.model, size, count, args.tiny) for count in BLOCKS]
     ways: dict[str, Callable[[], None]] = {f"{n}": net.step for n, net in zip(BLOCKS, networks, strict=True)}
     if mesh.world_size == 1:
-        ways["floor"] = floor_of(*networks, mesh)
+        one, more = networks
+        ways["floor"] = floor_of(one, more, mesh)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(args.rounds + 1):
         for name, work in ways.items():

@@ -105,12 +105,12 @@ TINY_FLAGS |= {"--num_frames 81": "--num_frames 5"}
 TINY_FLAGS |= {"--fp8": "", "--enable_cuda_graph": "", "--lora 16": "--lora 2", "bf16": "fp32"}
 
 
-def without_update(engine: Any) -> Any:
+def without_update(self: Any) -> Any:
     """Take the place of a fsdp engine's step: drop the gradients."""
     from opendit.parallel.engines import StepResult
 
-    engine.model.zero_grad(set_to_none=True)
-    device = engine.mesh.device
+    self.model.zero_grad(set_to_none=True)
+    device = self.mesh.device
     return StepResult(
         torch.zeros((), dtype=torch.float64, device=device), torch.ones((), dtype=torch.bool, device=device)
     )
@@ -162,7 +162,7 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--folders", type=Path, default=None, help="where the models' folders are written, or lie")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose names contain one of these")
     parser.add_argument("--tiny", action="store_true", help="small models, without caps")

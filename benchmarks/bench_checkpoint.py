@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -54,7 +55,7 @@ def measure(args, info: dict, engine: Engine, ema: EMA, mesh: Mesh, folder: Path
         host = checkpoints.host_bytes
     if checkpoints.failures:
         raise SystemExit("; ".join(checkpoints.failures))
-    newest, found = checkpoints.newest, []
+    newest, found = cast(Path, checkpoints.newest), []
     figures = {
         "first stall s": stalls[0],
         "stall s": min(stalls),

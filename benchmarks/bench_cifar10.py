@@ -246,7 +246,7 @@ def train_classifier(
     """Train the classifier, store the average of its weights in ``file``, and return its accuracy on ``test``."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model = Classifier(width).to(device, memory_format=torch.channels_last)
+    model = Classifier(width).to(device).to(memory_format=torch.channels_last)
     averaging = torch.optim.swa_utils.get_ema_multi_avg_fn(AVERAGE)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=averaging)
     clean = torch.from_numpy(pictures.pixels).to(device)
@@ -289,7 +289,7 @@ def load_classifier(file: Path, device: torch.device) -> Classifier:
     with safe_open(file, "pt") as stored:
         model = Classifier(int(stored.metadata()["width"]))
         model.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118 (no dict)
-    return model.float().eval().requires_grad_(False).to(device, memory_format=torch.channels_last)
+    return model.float().eval().requires_grad_(False).to(device).to(memory_format=torch.channels_last)
 
 
 @torch.inference_mode()
@@ -340,8 +340,9 @@ def train_teacher(pictures: Pictures, folder: Path, epochs: int, tiny: bool) -> 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     width, depth = (24, 1) if tiny else (192, 6)
-    shape = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 3}
-    model = Dinov2Model(Dinov2Config(**shape, image_size=SIDE, patch_size=8 if tiny else 2)).to(device).train()
+    shape: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 3}
+    model = Dinov2Model(Dinov2Config(**shape, image_size=SIDE, patch_size=8 if tiny else 2)).train()
+    model.to(device)  # pyright: ignore[reportArgumentType]  # transformers' decorator hides the first argument
     head = nn.Sequential(nn.Linear(width, 512), nn.ReLU(), nn.Linear(512, 128)).to(device)
     pixels = torch.from_numpy(pictures.pixels).to(device)
     batch, parameters = min(TEACHER_BATCH, len(pixels)), [*model.parameters(), *head.parameters()]
@@ -371,7 +372,8 @@ def share_of_neighbours(folder: Path, train: Pictures, test: Pictures) -> float:
     from transformers import Dinov2Model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = Dinov2Model.from_pretrained(folder).eval().to(device)
+    model = Dinov2Model.from_pretrained(folder).eval()
+    model.to(device)  # pyright: ignore[reportArgumentType]  # transformers' decorator hides the first argument
 
     def features(pixels: np.ndarray) -> Tensor:
         parts = torch.from_numpy(pixels).split(BATCH)

@@ -54,7 +54,7 @@ def write(path: str, width: int, height: int, codec: str, length: int = LENGTH, 
 
 
 def by_decord(path: str, indices: list[int]) -> np.ndarray:
-    import decord
+    import decord  # pyright: ignore[reportMissingImports]  # an optional package
 
     return decord.VideoReader(path, num_threads=1).get_batch(indices).asnumpy()
 
@@ -74,7 +74,7 @@ def by_av(path: str, indices: list[int]) -> np.ndarray:
 
 
 def by_torchcodec(path: str, indices: list[int]) -> np.ndarray:
-    from torchcodec.decoders import VideoDecoder
+    from torchcodec.decoders import VideoDecoder  # pyright: ignore[reportMissingImports]  # an optional package
 
     decoder = VideoDecoder(path, num_ffmpeg_threads=1, dimension_order="NHWC")
     return decoder.get_frames_at(indices).data.numpy()

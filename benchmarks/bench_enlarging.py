@@ -36,7 +36,7 @@ def milliseconds(work, device: torch.device, trials: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--clips", type=int, default=16)
     parser.add_argument("--frames", type=int, default=16)
     parser.add_argument("--side", type=int, default=240)

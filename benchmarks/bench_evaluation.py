@@ -51,7 +51,7 @@ def write_inception(path: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--pictures", type=int, default=10_000)
     parser.add_argument("--side", type=int, default=256, help="a multiple of 8")
     parser.add_argument("--batch_size", type=int, default=EvaluateConfig().feature_batch_size)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
@@ -62,8 +63,9 @@ def build(mesh: Mesh, config: ECDiTConfig, keep_gathered: bool) -> Engine:
     apply_parallel(model, ops=kernels.ops, attend=kernels.attend, experts=expert_group(mesh))
     sharding = Sharding(keep_gathered=keep_gathered)
     precision = "bf16" if half == torch.bfloat16 else "fp32"
-    how = dict(plugin="fsdp", precision=precision, lr=1e-5, sharding=sharding, initial=some_values)
-    return build_engine(model, mesh, **how)
+    return build_engine(
+        model, mesh, plugin="fsdp", precision=precision, lr=1e-5, sharding=sharding, initial=some_values
+    )
 
 
 def stepper(mesh: Mesh, engine: Engine, config: ECDiTConfig, samples: int, tokens_travel: bool) -> Callable[[], None]:
@@ -105,7 +107,7 @@ def peak(mesh: Mesh, step: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="EC-DiT-1B/2")
     parser.add_argument("--tokens", type=int, default=8192, help="twice a square number")
     parser.add_argument("--samples", type=int, default=1, help="of a rank")
@@ -119,7 +121,7 @@ def main() -> None:
     rows = int((args.tokens // 2) ** 0.5)
     options = {"expert_capacity": args.capacity} | ({"depth": args.depth} if args.depth else {})
     size = {"input_size": (2 * rows, 4 * rows), "in_channels": 4, "num_classes": 1000}
-    config = model_config(args.model, **size, **options)
+    config = cast(ECDiTConfig, model_config(args.model, **size, **options))
     meshes = {
         ep: init_mesh(dims=ParallelDims.fill(environment_world_size(), ep=ep)) for ep in (1, environment_world_size())
     }

@@ -52,7 +52,7 @@ def trial(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="DiT-XL/2")
     parser.add_argument("--image_size", type=int, default=256)
     parser.add_argument("--sampler", default="ddim")

@@ -157,13 +157,13 @@ def microseconds(variants: dict[str, Work], trials: int) -> None:
             end.synchronize()
             times[name].append(1000 * start.elapsed_time(end) / (2 * WEIGHTS))
     medians = {name: statistics.median(seen) for name, seen in times.items()}
-    for name in sorted(medians, key=medians.get)[:20]:
+    for name in sorted(medians, key=lambda name: medians[name])[:20]:
         print(f"  {medians[name]:9.2f} us  {name}", flush=True)
 
 
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--samples", type=int, nargs="+", default=[2, 16, 128], help="of a batch, both halves")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--width", type=int, default=1152)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -53,7 +54,7 @@ CACHE = 60e6  # bytes, slightly more than an H200's L2 cache
 def median_ms(function: Callable[[], object], milliseconds: int) -> float:
     from triton.testing import do_bench  # clears the L2 cache before each call
 
-    return do_bench(function, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
+    return cast(float, do_bench(function, warmup=milliseconds // 4, rep=milliseconds, return_mode="median"))
 
 
 @dataclass
@@ -127,7 +128,7 @@ def rotate_heads_calls(args) -> tuple[dict[str, Callable[[], object]], dict[str,
     leaves = [*qkv.unbind(2)[:2], *(random(args.width // heads) for _ in range(2))]
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     table = torch.randn(args.length, args.width // heads // 2, 2, device="cuda")
-    functions = {
+    functions: dict[str, Callable[..., Any]] = {
         "ours": rotate_heads,
         "compile": torch.compile(rotate_heads_reference, dynamic=False),
         "eager": rotate_heads_reference,
@@ -314,7 +315,7 @@ def sweep(args) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--width", type=int, default=1152)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -53,7 +54,7 @@ def saving(checkpoints: Path) -> set[str]:
 
 def launch(programs: Programs, argv: list[str]) -> list[Program]:
     """Start train.py on WORLD ranks."""
-    common = dict(WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    common: dict[str, Any] = dict(WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     return [programs.start("train.py", *argv, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(WORLD)]
 
 
@@ -103,7 +104,7 @@ def losses(run: Path) -> dict[int, float]:
 def differences(one: Path, other: Path) -> list[str]:
     """Name the parts of two finished runs that differ in any bit."""
     tensor = differing(one, other)
-    return [tensor] * bool(tensor) + ["losses"] * (losses(one) != losses(other))
+    return ([tensor] if tensor else []) + ["losses"] * (losses(one) != losses(other))
 
 
 def main() -> None:
@@ -130,7 +131,7 @@ def main() -> None:
             made = kill_once(programs, again, checkpoints, choose, in_save, startup)
             startup = made.after_s if in_save else startup
             kills.append(made)
-            newest = newest_checkpoint(run)
+            newest = cast(Path, newest_checkpoint(run))
             damaged = damage(newest)
             print(
                 f"kill {number:3d}: rank {made.rank} {made.after_s:5.2f} s after the start, step {made.step:4d}, "

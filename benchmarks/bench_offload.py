@@ -65,7 +65,7 @@ class State:
         return moved
 
 
-def milliseconds(device: torch.device, repeat: int, work: Callable[[], None], finish: Callable[[], None]) -> float:
+def milliseconds(device: torch.device, repeat: int, work: Callable[[], object], finish: Callable[[], None]) -> float:
     """Return the median time of ``repeat`` calls of ``work``, including its work on other streams (``finish``)."""
     times = []
     for number in range(repeat + 1):
@@ -89,14 +89,17 @@ def link(device: torch.device, repeat: int, numel: int) -> dict[str, float]:
     first, second = there.view(2, numel)
     side = SideStream(device)
 
+    def back() -> None:
+        second.copy_(here[1], non_blocking=True)
+
     def both() -> None:
-        side.run(lambda: second.copy_(here[1], non_blocking=True))
+        side.run(back)
         here[0].copy_(first, non_blocking=True)
 
     found = {}
     for name, work, size in (
         ("to the device", lambda: here[0].copy_(first, non_blocking=True), 4 * numel),
-        ("back", lambda: second.copy_(here[1], non_blocking=True), 4 * numel),
+        ("back", back, 4 * numel),
         ("both at once", both, 8 * numel),
     ):
         found[name] = size / 1e6 / milliseconds(device, repeat, work, side.finish)

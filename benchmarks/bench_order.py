@@ -160,7 +160,8 @@ def write_keys(path: Path, rows: int) -> None:
     for first in range(0, rows, _CHUNK):
         part = random.integers(0, SHAPES, len(keys[first : first + _CHUNK]), dtype=np.int16)
         keys[first : first + _CHUNK], sizes[first : first + _CHUNK] = part, table[part]
-    keys.flush(), sizes.flush()
+    keys.flush()
+    sizes.flush()
 
 
 def write_tars(folder: Path, rows: int, mixed: bool) -> None:

@@ -96,8 +96,8 @@ def by_package(package: str) -> Callable[..., Way]:
         attend, longest = VarlenAttention(package, size), max(packed.segments.lengths)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            parts = (x[0].transpose(0, 1) for x in (q, k, v))
-            return attend(*parts, packed.offsets, longest).unsqueeze(0).transpose(1, 2)
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            return attend(q, k, v, packed.offsets, longest).unsqueeze(0).transpose(1, 2)
 
         return call
 
@@ -219,7 +219,7 @@ def error_table(args, trials: Trials) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=[*MIXES])
     parser.add_argument("--head_dims", nargs="+", type=int, default=[72, 128])

@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,7 +39,7 @@ def calls(op: Operator, lengths: list[int], length: int, args) -> dict[str, dict
     """Return {"forward", "backward": {"packed", "dense": call}}."""
     found: dict[str, dict] = {"forward": {}, "backward": {}}
     for name in ("packed", "dense"):
-        how = {"lengths": tuple(lengths)} if name == "packed" else {}
+        how: dict[str, Any] = {"lengths": tuple(lengths)} if name == "packed" else {}
         shape = (0, 0) if name == "packed" else (sum(lengths) // length, length)
         leaves, rows = make_inputs(op, *shape, args.width, DTYPES[args.dtype], args.device, **how)
         arguments = [a if a.is_leaf else a.detach().requires_grad_() for a in arguments_of(op, leaves)]
@@ -59,7 +60,7 @@ def calls(op: Operator, lengths: list[int], length: int, args) -> dict[str, dict
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--operators", nargs="+", choices=MODULATED, default=[*MODULATED])
     parser.add_argument("--mixes", nargs="+", choices=[*MIXES, "short"], default=[*MIXES, "short"])
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the mix's longest samples")

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -81,7 +82,7 @@ class Samples:
 
     def condition(self, count: int) -> Condition:
         if self.config.text is None:
-            return torch.arange(count, device=self.device) % self.config.num_classes
+            return torch.arange(count, device=self.device) % cast(int, self.config.num_classes)
         length, width = self.config.text.max_tokens, self.config.text.width
         tokens = torch.randn(count, length, width, device=self.device, generator=self._generator)
         mask = torch.arange(length, device=self.device) < torch.randint(8, length, (count, 1), device=self.device)
@@ -195,7 +196,7 @@ def ways(args, mesh: Mesh, samples: Samples, mix: str) -> Iterator[tuple[str, tu
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+        description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="vDiT-XL/222")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=[*MIXES])
@@ -207,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     mesh = init_mesh()
     torch.set_float32_matmul_precision("high")
-    condition = {"text": TextConfig("t5", 4096, 120, False)} if args.captions else {"num_classes": 1000}
+    condition: dict[str, Any] = {"text": TextConfig("t5", 4096, 120, False)} if args.captions else {"num_classes": 1000}
     config = model_config(args.model, input_size=(4 * args.place,) * 2, frames=16, in_channels=4, **condition)
     samples, rows = Samples(config, mesh.device, args.place), []
     for mix in args.mixes:

@@ -17,6 +17,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -33,8 +34,9 @@ from opendit.kernels.select import select_kernels
 from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import empty_model
 from opendit.parallel.apply import apply_parallel
+from opendit.parallel.engines import Engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.parallel.pipeline import Message, chunks_of, mesh_stages, on_every_stage
+from opendit.parallel.pipeline import Links, Message, chunks_of, mesh_stages, on_every_stage
 from opendit.parallel.tensor import ReplicatedGradients, allocate
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.runners import PipelineRunner
@@ -102,6 +104,7 @@ class Step:
         with mesh.device:
             model = empty_model(config, parameters=False)
         stages = mesh_stages(mesh, config, schedule)
+        assert stages is not None
         apply_parallel(model, ops=kernels.ops, attend=kernels.attend, stages=stages)
         allocate(model, mesh.device)
         model.place(mesh.device, dtype)
@@ -110,12 +113,14 @@ class Step:
             torch.nn.init.normal_(parameter, std=0.02)
         self.described, self.tokens = stages.describe(), config.tokens
         self._engine = PassesAlone(model, mesh)
-        self._together = PipelineRunner(self._engine, FlowObjective(), args.micro_batches)
+        engine = cast(Engine, self._engine)
+        self._together = PipelineRunner(engine, FlowObjective(), args.micro_batches)
         made = torch.randn(args.samples, config.tokens, args.hidden, device=mesh.device, dtype=dtype)
-        links = NoLinks(mesh, made)
-        self._alone = PipelineRunner(self._engine, FlowObjective(), args.micro_batches, links=links)
+        links = cast(Links, NoLinks(mesh, made))
+        self._alone = PipelineRunner(engine, FlowObjective(), args.micro_batches, links=links)
         x, noise = torch.randn(2, args.samples, 4, *size, device=mesh.device)
-        t, y = torch.rand(args.samples, device=mesh.device), torch.zeros(args.samples, dtype=int, device=mesh.device)
+        t = torch.rand(args.samples, device=mesh.device)
+        y = torch.zeros(args.samples, dtype=torch.int64, device=mesh.device)
         self._given = [MicroBatch(x, t, noise, y)] * args.micro_batches
 
     def together(self) -> None:
@@ -142,7 +147,7 @@ def measure(mesh: Mesh, step: Step, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "--latents", type=int, nargs=3, default=[16, 32, 64], help="frames, height, width: 8,192 tokens"
     )

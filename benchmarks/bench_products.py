@@ -23,7 +23,7 @@ from opendit.kernels.linear import product_and_gelu
 
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 4096, 32768])
     parser.add_argument("--width", type=int, default=1152)
     parser.add_argument("--results", help="a file to append rows to, as results.csv")

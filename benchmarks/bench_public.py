@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -63,6 +63,9 @@ from opendit.models.families import FAMILIES
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.sampling.sampling_engine import SamplingEngine
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
 SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # this time, and the guidance times 1000, are exact in bf16
 COMPILE_SECONDS = 45  # compiling starts only if this much time is left
@@ -194,7 +197,7 @@ def tiny(name: str) -> Subject:
     return replace(SUBJECTS[name], title=f"tiny {SUBJECTS[name].title}", values=values, **sizes)
 
 
-def network_of(subject: Subject, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def network_of(subject: Subject, device: torch.device, dtype: torch.dtype) -> "ModelMixin":
     """Build diffusers' network with random weights that bf16 holds if ``dtype`` is bf16."""
     import diffusers
 
@@ -537,7 +540,7 @@ class Pair:
         with self.attention(TRAINING if torch.is_grad_enabled() else INFERENCE):
             return CALLS[self.subject.family](self.theirs, x.to(self.y.tokens.dtype), t, self.y)
 
-    def attention(self, backends: list[SDPBackend]) -> contextlib.AbstractContextManager[None]:
+    def attention(self, backends: list[SDPBackend]) -> contextlib.AbstractContextManager[object]:
         on = self.bench.device.type == "cuda"
         return sdpa_kernel(backends, set_priority=True) if on else contextlib.nullcontext()
 
@@ -762,6 +765,7 @@ class Measurement:
 
     def scheduler(self) -> Any:
         """Return diffusers' scheduler with its times set like in pipelines, and its configuration."""
+        assert self.subject.scheduler is not None
         name, settings = self.subject.scheduler
         module = {
             "FlowMatchEulerDiscreteScheduler": "flow_match_euler_discrete",
@@ -889,7 +893,7 @@ class Measurement:
                 if name == EAGER:
                     settings.enter_context(torch.compiler.set_stance("force_eager"))
                 F.mse_loss(network(pair.noise, pair.time).float(), target).backward()
-            found = {key: p.grad for key, p in module.named_parameters()}
+            found = {key: cast(Tensor, p.grad) for key, p in module.named_parameters()}
             module.zero_grad(set_to_none=True)
             gradients[name] = found if name == OURS else by_our_names(model, found)
 
@@ -926,7 +930,7 @@ class Measurement:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
     parser.add_argument("--tiny", action="store_true", help="small networks of the same layouts, to try this file")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="by default bf16 on a GPU, else fp32")

@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -39,6 +40,7 @@ from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.clips import clip_window, resize_and_crop
 from opendit.data.digits import make_demo
+from opendit.data.pictures_and_clips import MediaFiles
 from opendit.diffusion.random import Stream, uniform
 
 SEED, CLIP_FRAMES = 0, 120
@@ -85,14 +87,14 @@ def write_clips(case: Case, folder: Path) -> Path:
 
 
 def bare_decord(paths: list[str], windows: list[list[int]], **size: int) -> None:
-    import decord
+    import decord  # pyright: ignore[reportMissingImports]  # an optional package
 
     for path, indices in zip(paths, windows, strict=True):
         decord.VideoReader(path, num_threads=1, **size).get_batch(indices).asnumpy()
 
 
 def cropped_decord(paths: list[str], windows: list[list[int]], size: int) -> None:
-    import decord
+    import decord  # pyright: ignore[reportMissingImports]  # an optional package
 
     for path, indices in zip(paths, windows, strict=True):
         frames = decord.VideoReader(path, num_threads=1).get_batch(indices).asnumpy()
@@ -116,8 +118,8 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
         frame_interval=case.frame_interval,
     )
     schedule = BatchSchedule(len(data), len(data), SEED)
-    paths = list(data.paths)
-    options = dict(dp_rank=0, dp_size=1, batch_size=len(data))
+    paths = list(cast(MediaFiles, data).paths)
+    options: dict[str, Any] = dict(dp_rank=0, dp_size=1, batch_size=len(data))
     this = psutil.Process()
     workers, pids = {}, {}
     for name, enlarge in (("worker", True), ("small worker", False)):
@@ -134,7 +136,8 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
 
     def windows(step: int) -> list[list[int]]:
         starts = uniform(SEED, step, torch.arange(len(data)), Stream.CROP).tolist()
-        return [clip_window(CLIP_FRAMES, case.num_frames, case.frame_interval, start) for start in starts]
+        found = [clip_window(CLIP_FRAMES, case.num_frames, case.frame_interval, start) for start in starts]
+        return cast(list[list[int]], found)  # every clip is long enough
 
     frames, speeds = len(data) * case.num_frames, {name: [] for name in SIDES}
     # A worker reads ahead, but must not work while others are timed. After several requests in a row its queue is full,
@@ -286,7 +289,7 @@ def soak(reads: int, workers: int, sound_only: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose names hold this text")
     parser.add_argument("--save", action="store_true", help="append the figures to benchmarks/results.csv")

@@ -183,7 +183,9 @@ def rows_of(found: Figures, published: tuple[str, float] | None, estimated: floa
         "TFLOP/s executed": f"{found.executed:.1f}",
         "TFLOP/s 6 N": f"{found.six_n:.1f}",
     }
-    rows = [{"bench": "recipes", "case": found.case, "metric": k, "value": v} for k, v in values.items()]
+    rows: list[dict[str, str | float]] = [
+        {"bench": "recipes", "case": found.case, "metric": k, "value": v} for k, v in values.items()
+    ]
     if published is not None:
         rows[0] |= {"baseline": published[0], "baseline_value": published[1], "ratio": ""}
     if estimated:

@@ -193,7 +193,7 @@ def profile(bench: Bench, draw: Draw, name: str, size: int, count: int, seconds:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="DiT-XL/2")
     parser.add_argument("--image_size", type=int, default=256)
     parser.add_argument("--num_frames", type=int, default=0, help="of a clip model, in latents; 0: a model of pictures")

@@ -72,7 +72,7 @@ class PublicBench(Bench):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="vDiT-XL/222")
     parser.add_argument("--num_frames", type=int, default=16, help="of latents; 0: a picture")
     parser.add_argument("--image_size", type=int, default=256)
@@ -102,7 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     kind = "auto" if args.groups is None else "ulysses"
     strategy = sequence_parallel(mesh, kind, Shape(*sizes, **kinds), groups=args.groups)
     alone, shared = bench.model(False), bench.model(False, strategy)
-    around = (lambda model: SharedBatch(model, replica.halves)) if cfg_parallel else None
+    halves = replica.halves
+    around = None if halves is None else lambda model: SharedBatch(model, halves)
     engines = {
         "one GPU": SamplingEngine(alone, bench.objective, **bench.settings()),
         "all": SamplingEngine(shared, bench.objective, around=around, **bench.settings()),

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -42,11 +43,11 @@ from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.recording import record
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import head_views
-from opendit.models.attention import TokenGrid
+from opendit.models.attention import SequenceShards, TokenGrid
 from opendit.models.blocks import Block, BlockSpec
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import MOST_GROUPS, Shape, StrategyChoice
 from opendit.parallel.sequence.peer_memory import Buffer, connect
 
@@ -137,7 +138,7 @@ class Layer:
         self.whole = torch.randn(1, tokens, hidden, device=mesh.device).to(dtype)
         self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
 
-    def step(self, shards: SharedSequence | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def step(self, shards: SequenceShards | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return (output, gradient of x, gradients of the weights), for this rank's tokens. Without shards, return them
         for all tokens or the first ``tokens``."""
         x, weights = (t[:, :tokens] if shards is None else shards.take(t) for t in (self.whole, self.weights))
@@ -156,13 +157,15 @@ class Layer:
 
     def strategy(self, name: str) -> SequenceParallel:
         if name in (COMPUTE_ONLY, SYNCHRONISED, *BLOCKING):
-            group, strategy = Group.of(self.mesh.sp_group), ComputeOnly()
+            group = Group.of(self.mesh.sp_group)
+            strategy: Any = ComputeOnly()
             if name != COMPUTE_ONLY:
                 strategy = InStep(group, self.mesh.device) if name == SYNCHRONISED else BLOCKING[name](group)
             return SequenceParallel(group, StrategyChoice(name, ""), strategy)
         kind, *how = name.split()
         groups = int(how[1]) if how[:1] == ["x"] else None
-        return sequence_parallel(self.mesh, kind, self.shape, groups=groups, direct=how != ["nccl"])
+        found = sequence_parallel(self.mesh, kind, self.shape, groups=groups, direct=how != ["nccl"])
+        return cast(SequenceParallel, found)
 
     def error(self, name: str) -> float:
         """Return the largest relative error of the output, the gradient of x and the gradients of weights against one
@@ -302,7 +305,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536])
     parser.add_argument("--hidden", type=int, nargs="+", default=[1152, 3072])
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 24], help="one for each --hidden")

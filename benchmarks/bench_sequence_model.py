@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -100,7 +101,7 @@ class Run:
     def train(self) -> None:
         self.model(self.x, self.t, self.y).float().square().mean().backward()
         if self.mesh.sp_group is not None:
-            grads = [p.grad for p in self.model.parameters()]
+            grads = [cast(Tensor, p.grad) for p in self.model.parameters()]
             flat = torch.cat([grad.flatten() for grad in grads])
             dist.all_reduce(flat, group=self.mesh.sp_group)
             parts = flat.div_(self.mesh.sp_size).split([grad.numel() for grad in grads])
@@ -205,7 +206,7 @@ def longest(mesh: Mesh, case: Case, limit: float) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=("train", "forward", "sample", "longest"), help="default: all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=132.0, help="GiB of a GPU that a clip may take")

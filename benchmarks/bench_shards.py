@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,12 +59,10 @@ def read_ours(dataset: MediaDataset, seed: int) -> int:
 
 
 def read_webdataset(folder: Path, image_size: int) -> int:
-    import webdataset  # other benchmarks import only write_pictures
+    from webdataset.compat import WebDataset  # other benchmarks import only write_pictures
 
     tars = sorted(map(str, folder.glob("*.tar")))
-    pipeline = (
-        webdataset.WebDataset(tars, shardshuffle=False, empty_check=False).decode("pilrgb").to_tuple("jpg", "cls")
-    )
+    pipeline: Any = WebDataset(tars, shardshuffle=False, empty_check=False).decode("pilrgb").to_tuple("jpg", "cls")
     return sum(to_tensor(center_crop(image, image_size), False, True) is not None for image, _ in pipeline)
 
 

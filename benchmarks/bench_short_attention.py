@@ -29,7 +29,9 @@ WARPS = {32: (2, 4), 64: (4,), 128: (4, 8), 256: (8, 16)}  # queries per program
 
 
 def variants(rows: list[int]) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    found = {name: LocalAttention(name) for name in ("cudnn", "flash")}
+    found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        name: LocalAttention(name) for name in ("cudnn", "flash")
+    }
     for count, keys, stages in itertools.product(rows, (64, 128, 256), (2, 3)):
         for warps in WARPS[count]:
             tiles = AttentionTiles(count, keys, stages, warps)
@@ -60,7 +62,7 @@ def microseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8, 16, 128], help="rows, both halves")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--heads", type=int, default=16)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -46,7 +47,7 @@ class FullEMA:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        torch._foreach_lerp_(self.averages, self.weights, 1.0 - self.decay)
+        torch._foreach_lerp_(self.averages, [*self.weights], 1.0 - self.decay)
 
     def bytes_per_rank(self) -> int:
         return sum(a.numel() * a.element_size() for a in self.averages)
@@ -69,7 +70,8 @@ def seconds(mesh: Mesh, work) -> float:
 def build(args, config, mesh: Mesh) -> Engine:
     with mesh.device:
         model = DiT(config)
-    speed = SpeedFlags(*[mesh.device.type == "cuda"] * 3)
+    cuda = mesh.device.type == "cuda"
+    speed = SpeedFlags(cuda, cuda, cuda)
     head_dim = config.hidden_size // config.num_heads
     kernels = select_kernels(speed, mesh.device, PRECISIONS[args.precision], head_dim, config.tokens)
     model.use(ops=kernels.ops, attend=kernels.attend)
@@ -104,7 +106,7 @@ def measure(args, config, mesh: Mesh, folder: Path) -> dict[str, float]:
         "EMA MiB per rank": ema.bytes_per_rank() / 2**20,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else resident_gib(),
     }
-    if args.full_ema:
+    if isinstance(ema, FullEMA):
         return figures
     info = {"model": args.model, "config": config.to_dict()}
     with Checkpoints(folder, engine, ema, info, keep=1) as checkpoints:
@@ -117,7 +119,7 @@ def measure(args, config, mesh: Mesh, folder: Path) -> dict[str, float]:
             writes.append(checkpoints.write_s)
     if checkpoints.failures:
         raise SystemExit("; ".join(checkpoints.failures))
-    newest, found = checkpoints.newest, []
+    newest, found = cast(Path, checkpoints.newest), []
     size = sum(path.stat().st_size for path in newest.iterdir())
     figures |= {
         "save stall s": max(stalls),

@@ -16,6 +16,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
@@ -89,7 +90,8 @@ class Layer:
         with torch.device(mesh.device):
             model = build_model(DiTConfig((2, 2), 2, 4, hidden, 1, heads, num_classes=1), seed=0)
         kernels = select_kernels(SpeedFlags(True, True, True), mesh.device, dtype, hidden // heads, tokens)
-        self.shards = divide(model, tensor_group(mesh), **how)(tokens)
+        self.shards = divide(model, cast(Group, tensor_group(mesh)), **how)(tokens)
+        self.tokens = tokens
         self.block = model.use(ops=kernels.ops, attend=kernels.attend).to(dtype).blocks[0]
         for parameter in self.block.parameters():
             torch.nn.init.normal_(parameter, std=hidden**-0.5)
@@ -98,12 +100,14 @@ class Layer:
 
     def step(self) -> tuple[Tensor, ...]:
         """The gradients of input and weights."""
-        grid = TokenGrid((self.shards.length,), shards=self.shards)
+        grid = TokenGrid((self.tokens,), shards=self.shards)
         output = self.block(self.x, self.block.modulate(self.c), None, grid)
         return torch.autograd.grad(output, [self.x, *self.block.parameters()], self.weights)
 
 
-def measure(mesh: Mesh, shape: tuple, dtype: torch.dtype, rounds: int, budget: float) -> dict[str, float]:
+def measure(
+    mesh: Mesh, shape: tuple[int, int, int, int], dtype: torch.dtype, rounds: int, budget: float
+) -> dict[str, float]:
     """Return the seconds a step of every variant."""
     works = {}
     for name, how in VARIANTS.items():
@@ -119,7 +123,7 @@ def measure(mesh: Mesh, shape: tuple, dtype: torch.dtype, rounds: int, budget: f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--hidden", type=int, nargs="+", default=[3072, 6144])

@@ -106,7 +106,7 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
         adam.step()
         adam.zero_grad()
         with torch.no_grad():
-            torch._foreach_lerp_(average, params, 1e-4)
+            torch._foreach_lerp_(average, [*params], 1e-4)
 
     return step
 
@@ -178,7 +178,7 @@ def kernels_of(args, config, mesh: Mesh, precision: str, speed: SpeedFlags) -> K
 
 
 def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
-    found = {} if args.kernels == "only" else {(): SpeedFlags()}
+    found: dict[tuple[str, ...], SpeedFlags] = {} if args.kernels == "only" else {(): SpeedFlags()}
     if args.kernels:
         found["kernels",] = SpeedFlags(True, True, True)
     if args.kernels and args.fp8:
@@ -189,7 +189,7 @@ def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
 def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]:
     """Return further ways to run a variant, as arguments of engine_step or with other kernels ("speed"). The first way
     changes nothing."""
-    graphs = {(): {}}
+    graphs: dict[tuple[str, ...], dict] = {(): {}}
     if args.graph and plugin == "zero2":
         graphs["graph",] = {"graph": True}
     found = dict(graphs)
@@ -236,7 +236,7 @@ def variants_of(args, config, mesh: Mesh, data: Latents) -> dict[str, Callable]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="DiT-XL/2")
     parser.add_argument("--image_size", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=128)
@@ -310,7 +310,7 @@ def report(args, config, mesh: Mesh, times: dict, peaks: dict) -> None:
                 print(f"{name}: {share:.1f} % of the step are {called}'s, beyond AdamW's")
                 metric = f"{called}'s share of a step beyond AdamW's, %"
                 rows.append({**common, "metric": metric, "value": f"{share:.1f}"})
-    ours = max((name for name in rates if "bf16 kernels" in name), key=rates.get, default=None)
+    ours = max((name for name in rates if "bf16 kernels" in name), key=lambda name: rates[name], default=None)
     if ours and plain:
         headline = {"bench": "train", "case": f"{args.model} bf16 {args.image_size}px", "metric": "img/s"}
         against = {"baseline": plain, "baseline_value": f"{rates[plain]:.1f}"}

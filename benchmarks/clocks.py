@@ -29,7 +29,7 @@ class Clocks:
         self._thread.start()
 
     def _read(self) -> None:
-        for line in self._process.stdout:
+        for line in self._process.stdout or ():
             megahertz, watts = map(float, line.split(","))
             self._readings.append((time.perf_counter(), megahertz, watts))
 

@@ -150,11 +150,11 @@ def main() -> None:
         make_pictures(pictures)
         for name, (ranks, steps, flags) in cases.items():
             try:
-                runs = [
+                old, new = [
                     train(tree, ranks, steps, flags.format(pictures=pictures), Path(scratch, f"run{side}"))
                     for side, tree in enumerate(trees)
                 ]
-                verdict = compare(*runs, steps)
+                verdict = compare(old, new, steps)
             except RuntimeError as error:
                 verdict = f"did not run: {error}"
             for side in range(2):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str
     folder = case.folder(outputs)
     command = [sys.executable, "train.py", *flags, "--outputs", str(folder), "--load", "latest", *more]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    return newest_run(str(folder))
+    return cast(Path, newest_run(str(folder)))
 
 
 def score(case: Case, run: Path, count: int) -> dict[str, float]:

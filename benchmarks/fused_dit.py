@@ -10,9 +10,13 @@ HERE = Path(__file__).resolve().parent
 def changes() -> list[tuple[str, str]]:
     """Return (old lines, new lines) for each change of the page's diff. New lines without old ones go to the top."""
     page = (HERE.parent / "docs" / "api.md").read_text(encoding="utf-8")
-    lines = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines(True)
+    lines = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)[0].splitlines(True)
     groups = re.findall(r"((?:-[^\n]*\n)*)((?:\+[^\n]*\n)+)", "".join(lines))
-    return [tuple("".join(line[1:] for line in part.splitlines(True)) for part in group) for group in groups]
+    return [(without_marks(old), without_marks(new)) for old, new in groups]
+
+
+def without_marks(part: str) -> str:
+    return "".join(line[1:] for line in part.splitlines(True))
 
 
 def fused_dit(stream: str = "bfloat16") -> ModuleType:

@@ -6,13 +6,14 @@ has the parameter names of Meta's release.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from einops import rearrange
 from timm.layers import Mlp, PatchEmbed
 from timm.models.vision_transformer import Attention
-from torch import nn
+from torch import Tensor, nn
 
 
 def modulate(x, shift, scale):
@@ -31,7 +32,8 @@ class TimestepEmbedder(nn.Module):
         half = self.size // 2
         freqs = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
         args = t[:, None].float() * freqs[None]
-        return self.mlp(torch.cat([torch.cos(args), torch.sin(args)], dim=-1).to(self.mlp[0].weight.dtype))
+        weight: Any = self.mlp[0].weight
+        return self.mlp(torch.cat([torch.cos(args), torch.sin(args)], dim=-1).to(weight.dtype))
 
 
 class LabelEmbedder(nn.Module):
@@ -49,7 +51,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.attn = Attention(hidden_size, num_heads=num_heads, qkv_bias=True)
         self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
-        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"))
+        gelu: Any = lambda: nn.GELU(approximate="tanh")  # noqa: E731 (Any: timm's annotation allows only classes)
+        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=gelu)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     def forward(self, x, c):
@@ -118,6 +121,9 @@ class PlainVDiT(nn.Module):
     """forward(x (B, C, T, H, W), t (B,), y (B,)) -> (B, 2C, T, H, W). One matrix embeds each patch; attention is to all
     tokens."""
 
+    temporal: Tensor
+    spatial: Tensor
+
     def __init__(self, input_size, patch_size, in_channels, hidden_size, depth, num_heads, num_classes, block=Block):
         super().__init__()
         volume, grid = math.prod(patch_size), [size // p for size, p in zip(input_size, patch_size, strict=True)]
@@ -136,6 +142,7 @@ class PlainVDiT(nn.Module):
 
     def condition(self, t, y):
         """The vector of adaLN, and what else the blocks take."""
+        assert self.y_embedder is not None
         return self.t_embedder(t) + self.y_embedder(y), ()
 
     def forward(self, x, t, y):

@@ -262,7 +262,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", choices=VALUES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="blocks, instead of the published number")

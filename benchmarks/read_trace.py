@@ -9,7 +9,7 @@ Therefore a step is shorter than the sum of all kinds.
 
 import argparse
 import json
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,15 +53,16 @@ def read_steps(path: Path, steps: int) -> list[list[Span]]:
     return [[Span(kind_of(e), e["ts"] - s[0]["ts"], e["ts"] - s[0]["ts"] + e["dur"]) for e in s] for s in cut]
 
 
-def times(step: list[Span]) -> Counter:
+def times(step: list[Span]) -> dict[str, float]:
     """Return the microseconds by kind, including "gaps", and of the whole step as "step"."""
-    found, busy_until = Counter(), 0.0
+    found, busy_until = defaultdict[str, float](float), 0.0
     for span in step:
         found[span.kind] += span.end - span.start
         if span.kind != COPIES:
             found[GAPS] += max(0.0, span.start - busy_until)
             busy_until = max(busy_until, span.end)
-    return found + Counter(step=max(span.end for span in step))
+    found["step"] = max(span.end for span in step)
+    return found
 
 
 def draw(step: list[Span], title: str, path: Path, panels: int = 3) -> None:
@@ -96,7 +97,7 @@ def draw(step: list[Span], title: str, path: Path, panels: int = 3) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("traces", type=Path, nargs="+", help="one of each rank")
     parser.add_argument("--steps", type=int, default=2, help="that each of them holds")
     parser.add_argument("--draw", type=Path, metavar="PNG", help="a picture of the step that waits least")

@@ -60,7 +60,7 @@ def test_every_name_is_shown_and_told_of():
 
 
 def test_pyright_has_nothing_to_say():
-    """pyproject.toml includes the package."""
+    """pyproject.toml includes the package and the benchmarks."""
     if importlib.util.find_spec("basedpyright") is None:
         pytest.skip("basedpyright is not installed: pip install basedpyright, or opendit[test]")
     words = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]

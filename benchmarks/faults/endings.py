@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+from typing import Any
 
 from benchmarks.faults.lab import TRAIN, Lab, NotHere, fault
 from benchmarks.faults.processes import ROOT, Program
@@ -208,7 +209,7 @@ def used_port(lab: Lab) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
-        ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", **address)
+        ranks: dict[str, Any] = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", **address)
         lab.refused(lab.train(**ranks), "error: .*port")
 
 

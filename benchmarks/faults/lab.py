@@ -96,7 +96,7 @@ class Shared:
         self.starter, self.folder, self.patience = starter, folder, patience
         self._lock, self._made = threading.RLock(), {}
 
-    def once(self, name: str, make: Callable[[Path], None]) -> Path:
+    def once(self, name: str, make: Callable[[Path], object]) -> Path:
         """Return a folder that ``make`` fills on first use. All faults share it, and none may change it."""
         with self._lock:
             if name not in self._made:
@@ -330,6 +330,7 @@ def newest_step(run: Path) -> int:
 def differing(one: Path, other: Path) -> str | None:
     """Return the first difference between the newest checkpoints of two runs, bit by bit, or None if they are equal."""
     first, second = newest_checkpoint(one), newest_checkpoint(other)
+    assert first is not None
     if second is None or first.name != second.name:
         return f"{first.name} is not {second and second.name}"
     names = [{path.name for path in folder.glob("*.safetensors")} for folder in (first, second)]

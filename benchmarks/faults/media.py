@@ -14,7 +14,7 @@ from benchmarks.faults.lab import Lab, add, fault
 from benchmarks.faults.materials import pictures
 
 
-def train_on(lab: Lab, path: Path, *more: object, **options) -> list:
+def train_on(lab: Lab, path: Path | str, *more: object, **options) -> list:
     return lab.train("--data_path", path, "--max_steps", 12, *more, **options)
 
 

@@ -196,7 +196,7 @@ class Endless(WithoutRanges):
             pass
 
 
-def served(handler: type[http.server.BaseHTTPRequestHandler], says: str, code: int) -> Callable[[Lab], None]:
+def served(handler: type[http.server.SimpleHTTPRequestHandler], says: str, code: int) -> Callable[[Lab], None]:
     def make(lab: Lab) -> None:
         folder = tars(lab)
         index(lab, folder)
