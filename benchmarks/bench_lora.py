@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", generator=generator).bfloat16()
 
-    lora.LONGEST_SUM = sys.maxsize  # so that the kernel is also timed where it is not used
+    lora.LONGEST_SUM, lora.SMALLEST_OUTPUT = sys.maxsize, 0  # so that the kernel is also timed where it is not used
     for layer in args.layers:
         count, width, out = map(int, layer.split("x"))
         x, dy, weight, bias = normal(count, width), normal(count, out), normal(out, width), normal(out)

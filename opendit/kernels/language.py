@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 
         constexpr: TypeAlias = Any
 
-    TensorDescriptor: Any
-
 else:
     try:
         import triton
         import triton.language as tl
-        from triton.tools.tensor_descriptor import TensorDescriptor
     except ImportError:  # on CPUs and macOS, only the references work, and kernels_available returns False
 
         class _MissingTriton:
@@ -33,7 +30,7 @@ else:
             def jit(function=None, **options):
                 return function or (lambda f: f)
 
-        triton = tl = TensorDescriptor = _MissingTriton()
+        triton = tl = _MissingTriton()
         TRITON = False
     else:
         TRITON = True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels.common import finish_total, interpreting, kernels_available, missing, next_power_of_2
-from opendit.kernels.language import TensorDescriptor, tl, triton
+from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.models.layers import LowRankProducts
 from opendit.models.layers import low_rank_gradients as low_rank_gradients_reference
@@ -103,16 +103,27 @@ def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tup
 TILE_ROWS, TILE_COLUMNS, DEPTH = 128, 256, 64  # a program's tile of the output, and a step of the sum over c
 BAND = 8  # rows of tiles that are computed at about the same time and share x and W in the L2 cache
 MULTIPROCESSORS = 132  # of an H100 or H200: one program each
-LONGEST_SUM = 4096  # for longer sums, cuBLAS's faster product gains more than the kernel's fewer memory accesses
+# The kernel saves writing and reading the thin term (M, P). Its sums over C are slower than cuBLAS's.
+LONGEST_SUM, SMALLEST_OUTPUT = 2048, 2**24
 
 
 @triton.jit(do_not_specialize=("rows",))
 def _low_rank_product_kernel(
-    x_tiles, w_tiles, thin_tiles, factor_tiles, y_tiles, bias_ptr, rows, columns, depth, scale,
-    TURNED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    BAND: tl.constexpr, PROGRAMS: tl.constexpr,
+    x_ptr, w_ptr, thin_ptr, factor_ptr, y_ptr, bias_ptr, rows, columns, depth, scale,
+    RANK: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute every PROGRAMS-th tile of y. TURNED: the descriptors read w and factor transposed."""
+    """Compute every PROGRAMS-th tile of y. TURNED: w is (P, C), and factor (P, r). WIDE: RANK, rounded up to a size
+    that tl.dot supports."""
+    x_tiles = tl.make_tensor_descriptor(x_ptr, [rows, depth], [depth, 1], [ROWS, DEPTH])
+    thin_tiles = tl.make_tensor_descriptor(thin_ptr, [rows, RANK], [RANK, 1], [ROWS, WIDE])
+    y_tiles = tl.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [ROWS, COLUMNS // 2])
+    if TURNED:
+        w_tiles = tl.make_tensor_descriptor(w_ptr, [columns, depth], [depth, 1], [COLUMNS, DEPTH])
+        factor_tiles = tl.make_tensor_descriptor(factor_ptr, [columns, RANK], [RANK, 1], [COLUMNS, WIDE])
+    else:
+        w_tiles = tl.make_tensor_descriptor(w_ptr, [depth, columns], [columns, 1], [DEPTH, COLUMNS])
+        factor_tiles = tl.make_tensor_descriptor(factor_ptr, [RANK, columns], [columns, 1], [WIDE, COLUMNS])
     across = tl.cdiv(columns, COLUMNS)
     down = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
@@ -144,20 +155,21 @@ def _low_rank_product_kernel(
         y_tiles.store([row, column + COLUMNS // 2], right.to(thin.dtype))
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def _product(
     x: Tensor, weight: Tensor, thin: Tensor, factor: Tensor, scale: float, bias: Tensor | None, turned: bool
 ) -> Tensor:
-    (rows, depth), columns = x.shape, weight.shape[0 if turned else 1]
-    wide = max(16, next_power_of_2(thin.shape[1]))  # tl.dot needs 16 at least; descriptors read 0 beyond the rank
+    (rows, depth), columns, rank = x.shape, weight.shape[0 if turned else 1], thin.shape[1]
     y = x.new_empty(rows, columns)
-    tiles = [(x, [TILE_ROWS, DEPTH]), (weight, [TILE_COLUMNS, DEPTH] if turned else [DEPTH, TILE_COLUMNS])]
-    tiles += [(thin, [TILE_ROWS, wide]), (factor, [TILE_COLUMNS, wide] if turned else [wide, TILE_COLUMNS])]
-    tiles += [(y, [TILE_ROWS, TILE_COLUMNS // 2])]
     programs = min(MULTIPROCESSORS, -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS))
+    triton.set_allocator(_scratch)  # for the descriptors; in every call, because each thread has its own allocator
     _low_rank_product_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(*tile) for tile in tiles), y if bias is None else bias, rows, columns, depth,
-        scale, TURNED=turned, BIAS=bias is not None, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, DEPTH=DEPTH, BAND=BAND,
-        PROGRAMS=programs, num_warps=8, num_stages=3,
+        x, weight, thin, factor, y, y if bias is None else bias, rows, columns, depth, scale,
+        RANK=rank, WIDE=max(16, next_power_of_2(rank)), TURNED=turned, BIAS=bias is not None, ROWS=TILE_ROWS,
+        COLUMNS=TILE_COLUMNS, DEPTH=DEPTH, BAND=BAND, PROGRAMS=programs, num_warps=8, num_stages=3,
     )  # fmt: skip
     return y
 
@@ -178,9 +190,9 @@ def _product_takes(x: Tensor, weight: Tensor, factor: Tensor) -> bool:
     (rows, depth), (rank, columns) = x.shape, factor.shape
     if not _takes(x, factor, rank) or not (interpreting() or missing("low_rank_product", x.device) is None):
         return False
-    worth = rows >= TILE_ROWS and columns >= TILE_COLUMNS and depth <= LONGEST_SUM
-    tensors = x, factor, weight, factor
-    readable = all(t.data_ptr() % 16 == 0 for t in tensors) and not (depth % 8 or columns % 8 or rank % 8)
+    worth = rows * columns >= SMALLEST_OUTPUT and depth <= LONGEST_SUM
+    aligned = not (depth % 8 or columns % 8 or rank % 8)  # rows of descriptors begin at multiples of 16 bytes
+    readable = aligned and all(tensor.data_ptr() % 16 == 0 for tensor in (x, weight, factor))
     return worth and readable and x.dtype == weight.dtype
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from opendit.config.components import SpeedFlags
+from opendit.kernels import lora
 from opendit.kernels.common import interpreting, missing
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.lora import low_rank_gradients, low_rank_product
@@ -95,7 +96,9 @@ def test_both_gradients_of_one_read_are_near_fp64_and_repeat(rows, width, rank):
     [(32768, 1152, 4608, 16), (4097, 1160, 1032, 8), (129, 3072, 3080, 40), (777, 64, 256, 64)],
 )
 def test_product_and_thin_term_are_near_fp64_and_repeat(rows, depth, columns, rank, monkeypatch):
-    monkeypatch.setattr("opendit.kernels.lora.low_rank_product_reference", None)
+    monkeypatch.setattr(lora, "low_rank_product_reference", None)
+    monkeypatch.setattr(lora, "SMALLEST_OUTPUT", 0)
+    monkeypatch.setattr(lora, "LONGEST_SUM", depth)
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = (rows, depth), (columns, depth), (rows, rank), (columns, rank), (columns,)
     x, weight, thin, factor, bias = (torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes)

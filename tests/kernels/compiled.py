@@ -140,7 +140,7 @@ def gradients_of_lora(rank: int, dtype: torch.dtype) -> None:
 
 def products_of_lora(rank: int, turned: bool) -> None:
     lora.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
-    lora.missing = lambda *_: None
+    lora.missing, lora.SMALLEST_OUTPUT = lambda *_: None, 0
     x, thin, bias = (torch.zeros(shape, dtype=BFLOAT16) for shape in ((512, 1152), (512, rank), (4608,)))
     matrices = [torch.zeros(4608, width, dtype=BFLOAT16).t() for width in (1152, rank)]
     weight, factor = matrices if turned else [matrix.contiguous() for matrix in matrices]

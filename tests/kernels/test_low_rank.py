@@ -57,6 +57,7 @@ def test_a_layer_with_lora_has_the_gradients_of_its_formula(bias, monkeypatch):
 )
 def test_product_and_thin_term_are_those_of_fp64(rows, depth, columns, rank, scale, turned, monkeypatch):
     monkeypatch.setattr(lora, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(lora, "SMALLEST_OUTPUT", 0)
     monkeypatch.setattr(lora, "low_rank_product_reference", None)  # so that only the kernel can be called
     torch.manual_seed(0)
     shapes = (rows, depth), (columns, depth), (rows, rank), (columns, rank), (columns,)
@@ -71,10 +72,11 @@ def test_product_and_thin_term_are_those_of_fp64(rows, depth, columns, rank, sca
         assert (got.double() - want).norm() <= 2 * BOUNDS[torch.float16] * want.norm()
 
 
-@pytest.mark.parametrize("what", ["rows", "depth", "rank", "strides", "dtype"])
+@pytest.mark.parametrize("what", ["output", "depth", "rank", "strides", "dtype"])
 def test_what_the_kernel_can_not_read_is_left_to_torch(what, monkeypatch):
     monkeypatch.setattr(lora, "_product_op", None)
-    rows, depth, rank = 127 if what == "rows" else 256, 60 if what == "depth" else 64, 5 if what == "rank" else 8
+    monkeypatch.setattr(lora, "SMALLEST_OUTPUT", 2**20 if what == "output" else 0)
+    rows, depth, rank = 256, 60 if what == "depth" else 64, 5 if what == "rank" else 8
     dtype = torch.float32 if what == "dtype" else torch.float16
     torch.manual_seed(0)
     x, weight, thin, factor = (
@@ -89,6 +91,7 @@ def test_what_the_kernel_can_not_read_is_left_to_torch(what, monkeypatch):
 def test_a_large_layer_with_lora_has_the_gradients_of_its_formula(monkeypatch):
     """Both products by the kernel: the output has LoRA's scale, and the input's gradient none of its own."""
     monkeypatch.setattr(lora, "low_rank_product_reference", None)
+    monkeypatch.setattr(lora, "SMALLEST_OUTPUT", 0)
     torch.manual_seed(0)
     layer = Projection(256, 264).to(torch.float16)
     layer.add_low_rank(8, 0.25)
