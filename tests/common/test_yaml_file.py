@@ -31,7 +31,7 @@ def refused(text, says, most_s=30.0):
 @pytest.mark.parametrize("levels", [65, 50_000, 1_000_000])
 @pytest.mark.parametrize("mark", ["[", "{", "- ", "? ", "{a: ", "[{a: ", "!!seq [", "&a ["])
 def test_deep_nesting_is_one_line_and_no_crash(mark, levels):
-    refused(mark * levels, "line 1: (nested more than 64 levels|a key that is a list or a dictionary)")
+    refused(mark * levels, "line 1: nested more than 64 levels")
 
 
 def test_deep_blocks_and_closed_ones():
@@ -66,14 +66,14 @@ def test_deep_blocks_and_closed_ones():
         ("a: 010", "octal to some programs"),
         ("a: 0_", "octal"),
         ("a: 1\nb: 2\na: 3", "line 3: the key 'a' is there twice"),
-        ("{[a]: 1}", "line 1: a key that is a list"),
-        ("? {a: 1}\n: 2", "a key that is a list or a dictionary"),
-        ("- &a [x]\n- {*a : 1}", "line 2: the key a list of 1 is no text"),
+        ("{[a]: 1}", "line 1: the key a list of 1 is no text"),
+        ("? {a: 1}\n: 2", "the key an object is no text"),
+        ("- &a [x]\n- {*a : 1}", "line 1: the key a list of 1 is no text"),
         ("no: 1", "the key false is no text; put quotes around it"),
         ("1: 1", "the key 1 is no text"),
-        ("<<: 1", "<< takes over keys of a dictionary"),
-        ("<<: [{a: 1}, b]", "<< takes over"),
-        ("{<<: {a: 1}, <<: {b: 1}}", "the key << is there twice"),
+        ("<<: 1", "line 1: .*expected a mapping or list of mappings for merging"),
+        ("<<: [{a: 1}, b]", "line 1: .*expected a mapping for merging"),
+        ("{<<: {a: 1}, <<: {b: 1}}", "the key '<<' is there twice"),
         ("a: 1\n---\nb: 2", "line 2: a second document"),
         ("a: [1", "line 2: not YAML that can be read"),
         ("a: b: c", "line 1: not YAML"),
