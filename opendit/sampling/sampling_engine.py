@@ -304,7 +304,6 @@ class SamplingLoop:
         self._state_type: Any = type(state)  # Any: type checkers don't know this NamedTuple's fields
         self.state = tuple(part.clone() for part in state)
         self.step = torch.zeros(samples, dtype=torch.int64, device=device)
-        self.rows = torch.arange(samples, device=device)
         models = [self.sampler.model_at(i) for i in range(self.sampler.steps)]
         models = list(zip(models, self._which, strict=True))
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
@@ -449,7 +448,7 @@ class SamplingLoop:
         self.network.begin(self.step)
         self._guidance.begin(mode.null)
         assert self._inputs is not None
-        inputs = self._inputs.at(self.step, self.rows, present)
+        inputs = self._inputs.at(self.step[:1], present)
         try:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except approximate_steps.FirstBlockDone:
@@ -479,62 +478,45 @@ class ActiveNetwork:
 
 
 class StepInputs:
-    """Tables of a sampler's ``inputs`` for up to ``capacity`` steps. Samples may be at different steps.
-
-    Numbers (one per step, or per sample) are in one table per dtype. An input with x's shape (noise) has a separate
-    table.
+    """Tables of a sampler's ``inputs`` for up to ``capacity`` steps.
 
     sampler: for B samples; ``sampler.noise_fn`` may be called for any step. like: a tensor of x's shape and dtype."""
 
     def __init__(self, sampler: Sampler, like: Tensor, capacity: int):
-        self.sampler, self.samples, self.capacity, self._rank = sampler, len(like), capacity, like.dim()
+        self.sampler, self.capacity, self._rank = sampler, capacity, like.dim()
         inputs = [sampler.inputs(i) for i in range(sampler.steps)]
         self.type: Any = type(inputs[0])
         # For each step and input, False if the input is None. Steps that differ here are recorded separately.
         self.present = [tuple(value is not None for value in step) for step in inputs]
-        self._large: dict[int, Tensor] = {}  # index of the input -> its table (capacity * B, C, ...)
-        # index of the input -> (the table's dtype, the row in the table, True for a scalar)
-        self._place: dict[int, tuple[torch.dtype, int, bool]] = {}
-        lines: dict[torch.dtype, list[Tensor]] = {}
+        # index of the input -> (capacity, *shape of the input)
+        self._tables: dict[int, Tensor] = {}
+        # index of the input -> its values at all steps, except for noise, which differs between batches
+        self._all: dict[int, Tensor] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):
             example = next((value for value in values if value is not None), None)
             if example is None:
                 continue
-            if example.shape == like.shape:
-                self._large[number] = example.new_empty(capacity * len(like), *like.shape[1:])
-                continue
-            column = lines.setdefault(example.dtype, [])
-            self._place[number] = example.dtype, len(column), example.dim() == 0
-            missing = torch.zeros_like(example)
-            values = [(missing if value is None else value).expand(len(like)) for value in values]
-            column.append(torch.stack(values).flatten())
-        self._all = {dtype: torch.stack(columns) for dtype, columns in lines.items()}  # (inputs, steps * B)
-        self._tables = {dtype: all[:, : capacity * len(like)].clone() for dtype, all in self._all.items()}
+            self._tables[number] = example.new_zeros(capacity, *example.shape)
+            if example.shape != like.shape:
+                missing = torch.zeros_like(example)
+                self._all[number] = torch.stack([missing if value is None else value for value in values])
 
     def fill(self, first: int, count: int) -> None:
         """Fill the tables with the inputs of ``count`` steps, beginning with step ``first``."""
-        B = self.samples
-        for dtype, table in self._tables.items():
-            table[:, : count * B].copy_(self._all[dtype][:, first * B : (first + count) * B])
-        for i in range(count if self._large else 0):
-            inputs = self.sampler.inputs(first + i)
-            for number, table in self._large.items():
-                if inputs[number] is not None:
-                    table[i * B : (i + 1) * B].copy_(inputs[number])
+        for number, table in self._tables.items():
+            if number in self._all:
+                table[:count].copy_(self._all[number][first : first + count])
+                continue
+            for i in range(count):
+                if (noise := self.sampler.inputs(first + i)[number]) is not None:
+                    table[i].copy_(noise)
 
-    def at(self, step: Tensor, rows: Tensor, present: tuple[bool, ...]) -> NamedTuple:
-        """Return the inputs of the samples ``rows`` = (0, ..., B - 1). step: (B,), each sample's step, counted from the
-        tables' first step. present: for each input, False if it is None."""
-        cells = torch.add(rows, step, alpha=self.samples)
-        numbers = {dtype: table.index_select(1, cells).unbind(0) for dtype, table in self._tables.items()}
+    def at(self, step: Tensor, present: tuple[bool, ...]) -> NamedTuple:
+        """Return the inputs of a step. step: (1,), counted from the tables' first step. present: for each input, False
+        if it is None."""
         values: list[Tensor | None] = []
         for number, there in enumerate(present):
-            if not there:
-                values.append(None)
-            elif number in self._large:
-                values.append(self._large[number].index_select(0, cells))
-            else:
-                dtype, line, scalar = self._place[number]
-                value = numbers[dtype][line]
-                values.append(value.view(-1, *(1,) * (self._rank - 1)) if scalar else value)
+            value = self._tables[number].index_select(0, step).squeeze(0) if there else None
+            # the same type promotion as for the samplers' tables
+            values.append(value.view((1,) * self._rank) if value is not None and value.dim() == 0 else value)
         return self.type(*values)

@@ -7,7 +7,7 @@ from opendit.diffusion.samplers import SAMPLERS, SlopeSampler, State
 class MidpointSampler(SlopeSampler):
     def mean_slope(self, model, state: State, inputs, slope):
         half = inputs.length / 2
-        # inputs.length is (B, 1, ...) and inputs.point is (B,), because samples of a batch may be at different steps.
+        # inputs.length is 0-dim or (1, 1, ...), and inputs.point is (B,)
         return self.trajectory.slope(model, state.x + half * slope, inputs.point + half.flatten())
 
 
