@@ -51,17 +51,30 @@ BATCHES = 3  # micro-batch sizes to try, from the largest that fits down
 MARGIN = 0.01
 
 
-def storages(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield pairs (storage of frozen blocks, --offload): exact and fast ones first, small ones last. The storage "one"
+def storages(depth: int) -> list[tuple[str, str]]:
+    """Return pairs (storage of frozen blocks, --offload): exact and fast ones first, small ones last. The storage "one"
     takes one byte per weight."""
-    for base in ("bf16", "one", "nf4"):
-        yield base, "none"
-        if base != "bf16":  # copying bf16 blocks from host memory would take twice as long
-            yield from ((base, blocks) for blocks in parts_of_blocks(depth))
+    offloads = ["none", *parts_of_blocks(depth)]
+    # copying bf16 blocks from host memory would take twice as long
+    return [("bf16", "none"), *itertools.product(("one", "nf4"), offloads)]
 
 
 def parts_of_blocks(depth: int) -> list[str]:
     return [f"{BLOCKS}:{-(-depth * part // PARTS)}" for part in range(1, PARTS + 1)]
+
+
+def dims_of(sizes: "Candidate | TrainConfig", world: int) -> ParallelDims:
+    """Return the sizes of the mesh for ``world`` ranks."""
+    # tensor-parallel ranks also divide the experts, without "ep"
+    experts = sizes.expert_parallel_size if sizes.tensor_parallel_size == 1 else 1
+    return ParallelDims.fill(
+        world,
+        pp=sizes.pipeline_parallel_size,
+        dp_replicate=sizes.data_parallel_replicate,
+        sp=sizes.sequence_parallel_size,
+        tp=sizes.tensor_parallel_size,
+        ep=experts,
+    )
 
 
 @dataclass(frozen=True)
@@ -97,15 +110,6 @@ class Candidate:
     def dimensions(self) -> int:
         """Number of kinds of parallelism in use, besides sharded data parallelism."""
         return sum(size > 1 for size in self.product if isinstance(size, int))
-
-    def dims(self, world: int) -> ParallelDims:
-        """Return the sizes of the mesh for ``world`` ranks."""
-        sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
-        # tensor-parallel ranks also divide the experts, without "ep"
-        if self.tensor_parallel_size == 1:
-            sizes["ep"] = self.expert_parallel_size
-        sizes["pp"] = self.pipeline_parallel_size
-        return ParallelDims.fill(world, dp_replicate=self.data_parallel_replicate, **sizes)
 
     def on(self, flags: TrainConfig) -> TrainConfig:
         """Return ``flags`` with the values of this candidate."""
@@ -159,6 +163,10 @@ class Circumstances:
     capacity: float
     hardware: HardwareModel
     has_gpu: bool = True
+
+    def memory(self, needs: Estimate) -> float:
+        """Return the bytes of ``capacity`` that a rank needs."""
+        return needs.total if self.has_gpu else needs.total + needs.host_total
 
 
 class Search:
@@ -275,7 +283,7 @@ class Search:
         try:
             settled, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
             plan_model(settled, self.dataset)
-            check_expert_parallel(self.config, candidate.dims(self.where.world))
+            check_expert_parallel(self.config, dims_of(candidate, self.where.world))
             tensor = candidate.tensor_parallel_size
             how = (settled, settled.attention, settled.mixed_precision, self.config, candidate.batch_size)
             sequence_shape(*how, tensor_parallel=tensor, lora=settled.lora is not None)
@@ -284,13 +292,16 @@ class Search:
             return False
         return all(getattr(settled, name) == value for name, value in asdict(candidate).items() if name not in open)
 
+    def setup(self, flags: TrainConfig, batch: int) -> Setup:
+        """Return the settings for a memory estimate of a run with these flags and ``batch`` samples at once."""
+        setup = memory_setup(flags, self.where.world, self.encoders)
+        return resolve_sharding(self.config, setup, batch, self.where.capacity)
+
     def price(self, candidate: Candidate) -> Priced | None:
         """Estimate a candidate's memory and time. Return None if the candidate does not fit or is refused."""
         where, batch = self.where, candidate.batch_size
-        setup = memory_setup(candidate.on(self.asked), where.world, self.encoders)
-        setup = resolve_sharding(self.config, setup, batch, where.capacity)
-        needs = estimate(self.config, setup, batch)
-        memory = needs.total if where.has_gpu else needs.total + needs.host_total
+        setup = self.setup(candidate.on(self.asked), batch)
+        memory = where.memory(estimate(self.config, setup, batch))
         if memory > where.capacity:
             if self.least is None or memory < self.least[0]:
                 self.least = memory, candidate
@@ -367,29 +378,41 @@ def choose(
     )
 
 
-def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """Choose and print a candidate on rank 0. Every rank returns its flags and mesh, or the error. All ranks must call
-    this."""
-    found = None, None
+def decide(
+    flags: TrainConfig, dataset: MediaDataset, where: Circumstances, origin: str
+) -> tuple[TrainConfig, list[str]]:
+    """Return the flags with the values that --parallel auto or --card chooses, and lines that explain the choice.
+    origin: source of the hardware's measurements. For errors see :func:`choose` and :func:`fit`."""
+    if flags.parallel != "auto":
+        return fit(flags, dataset, where)
+    chosen, config = choose(flags, dataset, where)
+    return chosen[0].candidate.on(flags), report(chosen, config, where, origin)
+
+
+def decide_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
+    """Choose values on rank 0 by :func:`decide`, and print why. Every rank returns its flags and mesh, or the error.
+    All ranks must call this."""
     where, origin = circumstances(flags, mesh)
+    found = flags, None
     if mesh.is_main:
         try:
-            chosen, config = choose(flags, data_of(flags, where), where)
-            print("\n".join(report(chosen, config, where, origin)), flush=True)
-            found = chosen[0].candidate, None
+            decided, lines = decide(flags, data_of(flags, where), where, origin)
+            print("\n".join(lines), flush=True)
+            found = decided, None
         except (ValueError, OSError, DataError) as error:
-            found = None, error
-    candidate, error = mesh.broadcast_object(found)
+            found = flags, error
+    decided, error = mesh.broadcast_object(found)
     if error is not None:
         raise error
-    return candidate.on(flags), mesh.divided(candidate.dims(mesh.world_size))
+    dims = dims_of(decided, mesh.world_size)
+    return decided, mesh if dims == mesh.dims else mesh.divided(dims)
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
     """Return the run's hardware, and the source of its measurements. All ranks must call this.
 
-    The capacity is the smallest GPU's usable memory or, without GPUs, a rank's share of the host's. Raises ValueError
-    for a wrong --hardware.
+    The capacity is that of --card, else the smallest GPU's usable memory or, without GPUs, a rank's share of the
+    host's. Raises ValueError for a wrong --hardware or --card.
     """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
@@ -397,6 +420,9 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
     here = environment_node_size() or mesh.world_size
     usable = mesh.least(USABLE_OF_A_HOST * host_memory() / here if memory is None else USABLE * memory)
     hardware, origin = find_hardware(flags.hardware, card)
+    if flags.card not in (None, AUTO):
+        hardware = on_card(flags.card, hardware)
+        usable = USABLE * hardware.capacity
     return Circumstances(mesh.world_size, flags.node_size(mesh.world_size), usable, hardware, has_gpu), origin
 
 
@@ -444,38 +470,35 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
     return replace(hardware, name=f"a card of {card} GiB", capacity=memory * GIB)
 
 
-def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) -> Iterator[dict[str, Any]]:
+def candidates(search: Search, float8: bool) -> Iterator[dict[str, Any]]:
     """Yield dictionaries flag -> value: exact and fast ones first, small ones last."""
-
-    def options(name: str, *others: Any) -> tuple[Any, ...]:
-        return (getattr(flags, name),) if name in flags.given else others
-
+    flags, options = search.flags, search.options
     # fsdp needs less memory than zero2: it also shards the frozen weights
-    plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))
-    public, stored = isinstance(config, PublicConfig), [("bf16", flags.offload)]
+    plugins = options("plugin", PLUGINS if search.where.world > 1 else ("zero2",))
+    public, stored = isinstance(search.config, PublicConfig), [("bf16", flags.offload)]
     # only levels with a memory estimate
     known = ("none", BUT_ATTENTION) if public else RECOMPUTE
-    levels = [(level, False) for level in options("recompute", *known)] + [("none", True)]
+    levels = [(level, False) for level in options("recompute", known)] + [("none", True)]
     if public:
         asked = [name in flags.given for name in ("base_precision", "offload")]
         given = flags.base_precision, flags.offload
-        plans = storages(config.depth)
+        plans = storages(search.config.depth)
         own = ([g if a else s for a, g, s in zip(asked, given, plan, strict=True)] for plan in plans)
         stored = list(dict.fromkeys((base, offload) for base, offload in own))
     for rank, (base, offload), plugin, (recompute, checkpoint), fp8, size in itertools.product(
-        options("lora", *RANKS),
+        options("lora", RANKS),
         stored,
         plugins,
         levels,
-        options("fp8", *((False, True) if float8 else (False,))),
-        options("batch_size", *CARD_BATCHES),
+        options("fp8", (False, True) if float8 else (False,)),
+        options("batch_size", CARD_BATCHES),
     ):
         _, streamed = parse_offload(offload, frozen=True)
         if streamed and plugin != "fsdp" and not (checkpoint or recompute == BUT_ATTENTION):
             continue
         base = ONE_BYTE[fp8] if base == "one" else base
         chosen = {"base_precision": base, "offload": offload} if public else {}
-        if checkpoint in options("grad_checkpoint", False, True):
+        if checkpoint in options("grad_checkpoint", (False, True)):
             yield chosen | {
                 "lora": rank, "plugin": plugin, "recompute": recompute, "grad_checkpoint": checkpoint, "fp8": fp8,
                 "batch_size": size,
@@ -490,7 +513,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
     refusal: ValueError | None = None
     too_large: list[tuple[float, str]] = []
     float8 = missing("float8") is None if where.has_gpu and flags.dry_run is None else where.hardware.name in FLOAT8
-    for candidate in candidates(flags, where.world, float8, config):
+    for candidate in candidates(search, float8):
         changed = replace(search.flags, **candidate)
         try:
             settled, _ = changed.resolve(where.world, where.has_gpu)
@@ -501,13 +524,12 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
         if any(getattr(settled, name) != candidate[name] for name in ("fp8", "recompute")):
             continue  # the run would override this value
         batch = samples_at_once(settled, config)
-        setup = memory_setup(settled, where.world, search.encoders)
-        setup = resolve_sharding(config, setup, batch, where.capacity)
+        setup = search.setup(settled, batch)
         if (count := _fewest_recomputed(changed, config, setup, batch, where)) < config.depth:
             changed, settled = (replace(each, recompute_blocks=count) for each in (changed, settled))
             setup = replace(setup, recompute_blocks=count)
         needs = estimate(config, setup, batch)
-        memory = _memory(needs, where)
+        memory = where.memory(needs)
         words = _words(settled)
         if memory > where.capacity:
             too_large.append((memory, words))
@@ -537,10 +559,6 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
     raise refusal
 
 
-def _memory(needs: Estimate, where: Circumstances) -> float:
-    return needs.total if where.has_gpu else needs.total + needs.host_total
-
-
 def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batch: int, where: Circumstances) -> int:
     """Return the smallest number of recomputed blocks with which a step fits, or all blocks if there is no choice."""
     depth = config.depth
@@ -553,8 +571,7 @@ def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batc
         return depth
 
     def fits(count: int) -> bool:
-        needs = estimate(config, replace(setup, recompute_blocks=count), batch)
-        return _memory(needs, where) <= where.capacity
+        return where.memory(estimate(config, replace(setup, recompute_blocks=count), batch)) <= where.capacity
 
     return 1 + bisect.bisect_left(range(1, depth), True, key=fits)
 
@@ -585,22 +602,3 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
         yield f"time: {again} of {config.depth} blocks are computed again in the backward pass"
     if blocks := needs.host.get("blocks"):
         yield f"time, if the link is slow: {blocks / GIB:,.1f} GiB of blocks come from host memory, twice a step"
-
-
-def fit_on_ranks(flags: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Choose and print settings on rank 0. Every rank returns the flags or raises the error. All ranks must call
-    this."""
-    found = None, None
-    where, _ = circumstances(flags, mesh)
-    if mesh.is_main:
-        try:
-            hardware = on_card(flags.card or AUTO, where.hardware)
-            usable = where.capacity if flags.card == AUTO else USABLE * hardware.capacity
-            found = fit(flags, data_of(flags, where), replace(where, hardware=hardware, capacity=usable))
-            print("\n".join(found[1]), flush=True)
-        except (ValueError, OSError, DataError) as error:
-            found = None, error
-    changed, error = mesh.broadcast_object(found)
-    if changed is None:
-        raise error
-    return changed

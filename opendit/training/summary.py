@@ -26,7 +26,7 @@ from opendit.parallel.engines import Engine
 from opendit.parallel.hardware import find_hardware
 from opendit.parallel.pipeline import stages_of
 from opendit.parallel.sequence import attention_note, sequence_shape
-from opendit.training.auto_parallel import Circumstances, choose, fit, on_card, report
+from opendit.training.auto_parallel import Circumstances, decide, on_card
 from opendit.training.data_plan import (
     fit_captions,
     last_step_of,
@@ -89,14 +89,9 @@ def _dry_run(flags: TrainConfig) -> None:
     if flags.card is not None:
         hardware = on_card(flags.card, hardware)
     where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
-    if flags.parallel == "auto":
+    if flags.parallel == "auto" or flags.card is not None:
         settled, notes = flags.resolve(world, has_gpu=True)
-        chosen, config = choose(flags, _data(settled, notes), where)
-        print("\n".join(report(chosen, config, where, origin)), flush=True)
-        flags = chosen[0].candidate.on(flags)
-    elif flags.card is not None:
-        settled, notes = flags.resolve(world, has_gpu=True)
-        flags, lines = fit(flags, _data(settled, notes), where)
+        flags, lines = decide(flags, _data(settled, notes), where, origin)
         print("\n".join(lines), flush=True)
     flags, notes = flags.resolve(world, has_gpu=True)
     dataset = _data(flags, notes)

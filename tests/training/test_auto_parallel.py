@@ -17,7 +17,7 @@ from opendit.parallel.experts import check_expert_parallel
 from opendit.parallel.hardware import GIB, H200
 from opendit.parallel.sequence import sequence_shape
 from opendit.training import auto_parallel
-from opendit.training.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
+from opendit.training.auto_parallel import Circumstances, choose, data_of, decide_on_ranks
 from opendit.training.data_plan import open_data
 from opendit.training.memory import estimate, resolve_sharding
 from opendit.training.model_plan import memory_setup, plan_model
@@ -164,7 +164,7 @@ def test_experts_are_divided_where_that_is_asked_for_or_pays():
     found = chosen("--recipe mock_ec_dit_1b --batch_size 64 --plugin fsdp", 8)
     assert {one.candidate.expert_parallel_size for one in found} > {1}
     asked = chosen("--recipe mock_ec_dit_1b --batch_size 64 --plugin fsdp --expert_parallel_size 4", 8)
-    assert {one.candidate.expert_parallel_size for one in asked} == {4} and asked[0].candidate.dims(8).ep == 4
+    assert {one.candidate.expert_parallel_size for one in asked} == {4} and auto_parallel.dims_of(asked[0].candidate, 8).ep == 4
     assert chosen(f"{CLIPS} --plugin fsdp", 8)[0].candidate.expert_parallel_size == 1
 
 
@@ -236,9 +236,9 @@ TINY = (
 def on_ranks(mesh, folder: str) -> tuple:
     several_programs()
     flags = parse(TrainConfig, [*TINY.split(), "--parallel", "auto", "--sequence_parallel_size", "2"])
-    decided, divided = choose_on_ranks(flags, mesh)
+    decided, divided = decide_on_ranks(flags, mesh)
     try:
-        choose_on_ranks(parse(TrainConfig, [*TINY.split(), "--parallel", "auto", "--hardware", "no_such"]), mesh)
+        decide_on_ranks(parse(TrainConfig, [*TINY.split(), "--parallel", "auto", "--hardware", "no_such"]), mesh)
         refused = ""
     except ValueError as error:
         refused = str(error)
