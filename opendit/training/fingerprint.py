@@ -4,7 +4,7 @@ The fingerprint holds everything that determines the loss curve: flags, data, en
 checkpoint stores it, and a resumed run reports the differences.
 
 Flags in FREE do not affect the curve, and flags in OF_THE_MODEL can't change on resuming. Any other flag is assumed to
-change the curve.
+change the curve; flags in DERIVED do so through entries with other names.
 """
 
 import json
@@ -60,38 +60,13 @@ OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions norm mlp full_attention "
     "patch_bottleneck expert_capacity use_video lora lora_alpha lora_targets given_frames".split()
 )
-# Flags that are compared by entries derived from them: flag -> entries.
-MADE_INTO = {
-    "data_path": "data samples contents blend",
-    "energon_cooker": "data",
-    "file_column": "data",
-    "caption_column": "data",
-    "caption_prefix": "data",
-    "validate_share": "data samples",
-    "vae": "vae",
-    "text_encoder": "text_encoder",
-    "text_precision": "text_encoder",
-    "pretrained": "pretrained pretrained_low",
-    "expert": "pretrained pretrained_low",
-    "random_flip": "random_flip",
-    "batch_size": "global_batch split",
-    "grad_accumulation": "global_batch split",
-    "global_batch_size": "global_batch split",
-    "epochs": "last_step",
-    "max_steps": "last_step",
-    "ema_decay": "ema_decay",
-    "ema_warmup": "ema_warmup",
-    "enable_modulate_kernel": "kernels",
-    "enable_layernorm_kernel": "kernels",
-    "enable_flashattn": "attention kernels",
-    "fp8": "fp8",
-    "attention": "attention",
-    "sequence_parallel_size": "sequence",
-    "sequence_parallel_type": "sequence",
-    "grad_checkpoint": "recomputed",
-    "recompute": "recomputed",
-    "recompute_blocks": "recomputed",
-}
+# Flags that are compared by entries that :func:`fingerprint` derives from them.
+DERIVED = frozenset(
+    "data_path energon_cooker file_column caption_column caption_prefix validate_share vae text_encoder text_precision "
+    "pretrained expert random_flip batch_size grad_accumulation global_batch_size epochs max_steps ema_decay "
+    "ema_warmup enable_modulate_kernel enable_layernorm_kernel enable_flashattn fp8 attention sequence_parallel_size "
+    "sequence_parallel_type grad_checkpoint recompute recompute_blocks".split()
+)
 # Entry -> what a difference means. Entries that are not listed mean CURVE.
 MEANS = {
     "ema_decay": AVERAGES,
@@ -174,7 +149,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
 def by_value(objective: str) -> list[str]:
     """Return the flags to compare by value in a run with this objective."""
     others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
-    left_out = FREE | OF_THE_MODEL | MADE_INTO.keys() | others
+    left_out = FREE | OF_THE_MODEL | DERIVED | others
     return [item.name for item in flags_of(TrainConfig) if item.name not in left_out]
 
 

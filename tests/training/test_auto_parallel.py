@@ -164,7 +164,9 @@ def test_experts_are_divided_where_that_is_asked_for_or_pays():
     found = chosen("--recipe mock_ec_dit_1b --batch_size 64 --plugin fsdp", 8)
     assert {one.candidate.expert_parallel_size for one in found} > {1}
     asked = chosen("--recipe mock_ec_dit_1b --batch_size 64 --plugin fsdp --expert_parallel_size 4", 8)
-    assert {one.candidate.expert_parallel_size for one in asked} == {4} and auto_parallel.dims_of(asked[0].candidate, 8).ep == 4
+    assert {one.candidate.expert_parallel_size for one in asked} == {4} and auto_parallel.dims_of(
+        asked[0].candidate, 8
+    ).ep == 4
     assert chosen(f"{CLIPS} --plugin fsdp", 8)[0].candidate.expert_parallel_size == 1
 
 
