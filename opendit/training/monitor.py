@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -90,26 +89,7 @@ def _record(data: bytes) -> bytes:
 PROJECT = "opendit"
 
 
-class RunLogger(ABC):
-    """Interface of further loggers. They get TensorBoard's values, and may raise their library's errors."""
-
-    where: str  # tells the user how to view the log
-
-    @abstractmethod
-    def __init__(self, folder: Path, config: dict[str, Any]):
-        """Start the log of a run with the flags ``config``, or continue the log that the run's folder names."""
-
-    @abstractmethod
-    def scalars(self, values: dict[str, float], step: int) -> None: ...
-
-    @abstractmethod
-    def picture(self, tag: str, png: bytes, step: int) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class WandbLogger(RunLogger):
+class WandbLogger:
     """Weights & Biases, in files under the run's folder unless WANDB_MODE is set. WANDB_PROJECT names the project."""
 
     def __init__(self, folder: Path, config: dict[str, Any]):
@@ -148,7 +128,7 @@ class WandbLogger(RunLogger):
         self._run.finish()
 
 
-class MlflowLogger(RunLogger):
+class MlflowLogger:
     """MLflow, in a database next to the run folders unless MLFLOW_TRACKING_URI is set. MLFLOW_EXPERIMENT_NAME names the
     experiment."""
 
@@ -194,6 +174,9 @@ class MlflowLogger(RunLogger):
         self._client.set_terminated(self._run_id, "FINISHED")
 
 
+# Loggers beside TensorBoard, with the methods of Board. They get the run's folder and flags, and may raise their
+# library's errors. ``where`` tells the user how to view the log.
+RunLogger = WandbLogger | MlflowLogger
 LOGGERS: dict[str, type[RunLogger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger}
 
 
