@@ -195,9 +195,7 @@ def _too_short_at(timeline: Timeline, num_frames: int, fps: float) -> str:
     return f"{found}; --short_clips interval reads it at a higher rate"
 
 
-def clip_size(
-    path: str, time_limit: float = TIME_LIMIT, *, whole: bool = True, count: Callable[[Timeline], int] | None = None
-) -> tuple[int, int, int]:
+def clip_size(path: str, *, whole: bool = True, count: Callable[[Timeline], int] | None = None) -> tuple[int, int, int]:
     """Return (frames, height, width) of a clip, upright. Raises BadSample.
 
     whole: False if ``path`` is an MP4 that contains only ``container_header.table_parts``. count: returns the number of
@@ -212,7 +210,7 @@ def clip_size(
         finally:
             del reader
 
-    return _within(path, time_limit, look)
+    return _within(path, TIME_LIMIT, look)
 
 
 def colours_in(path: str) -> str:
@@ -223,9 +221,9 @@ def colours_in(path: str) -> str:
         return colours_of(video_stream(file))
 
 
-def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
+def clip_rate(path: str) -> float:
     """Return a clip's frames per second, by its frames' times; 0 for a single frame. Raises BadSample."""
-    return _within(path, time_limit, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
+    return _within(path, TIME_LIMIT, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
 
 
 def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
@@ -249,50 +247,26 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     return Medium(length, height, width, times.rate, duration, colours_in(path)), frames
 
 
-class _Helper:
-    """A thread that runs one job at a time. Starting a thread for each clip would take 0.1 ms."""
-
-    def __init__(self):
-        self.jobs: SimpleQueue[Any] = SimpleQueue()
-        self.thread = threading.Thread(target=_serve, args=(self.jobs,), name="clip", daemon=True)
-        self.thread.start()
-
-    def __del__(self):
-        self.jobs.put(None)  # end the thread
-
-
-def _serve(jobs: SimpleQueue[Any]) -> None:
-    while (job := jobs.get()) is not None:
-        work, stop, outcome = job
-        try:
-            outcome.put((work(stop), None))
-        except BaseException as error:  # the waiting thread raises it
-            outcome.put((None, error))
-        del job, work, stop, outcome  # before waiting for the next job
-
-
-_helpers = threading.local()  # one ``_Helper`` per calling thread, so that threads never wait for each other's files
-
-
 def _within(name: str, seconds: float, work: Callable[[threading.Event], Result]) -> Result:
     """Return ``work(stop)``, computed in a separate thread, because decoders and stalled disks hang inside C code.
 
     After ``seconds`` seconds, asks ``work`` to return by setting ``stop``, and raises BadSample. A hanging thread
-    remains until the process ends. The next call uses a new thread. Also raises BadSample if the file ``name`` took too
-    long before."""
+    remains until the process ends. Also raises BadSample if the file ``name`` took too long before."""
     if (limit := _hung.get(name)) is not None:  # repeat the message, so that it is logged only once
         raise BadSample(name, f"not read within {limit[0]:g} seconds; not tried again")
-    helper = getattr(_helpers, "helper", None)
-    if helper is None or not helper.thread.is_alive():  # a forked process has the object without its thread
-        helper = _helpers.helper = _Helper()
     stop, outcome = threading.Event(), SimpleQueue()
-    helper.jobs.put((work, stop, outcome))
+
+    def run() -> None:
+        try:
+            outcome.put((work(stop), None))
+        except BaseException as error:  # raised again below
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="clip", daemon=True).start()
     try:
         result, error = outcome.get(timeout=seconds)
     except Empty:
         stop.set()
-        helper.jobs.put(None)
-        del _helpers.helper
         _hung[name] = (seconds,)
         raise BadSample(name, f"not read within {seconds:g} seconds; not tried again") from None
     try:
