@@ -4,11 +4,12 @@ Models are read from the hub's local cache, and downloaded only on request.
 """
 
 import functools
-import hashlib
 import os
 import re
 from pathlib import Path
 from typing import Any
+
+from opendit.common.utils import sha256_of
 
 # Files to download, for one network or a pipeline's component folders. Single-file pipelines are skipped.
 WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
@@ -123,14 +124,6 @@ def origin(folder: str | Path) -> dict[str, Any] | None:
         return None
     place, repository, commit = snapshot
     files = sorted(path for path in place.rglob("*") if path.is_file())
-    hashes = [path.resolve().name if path.is_symlink() else _sha256(path) for path in files]
+    hashes = [path.resolve().name if path.is_symlink() else sha256_of(path) for path in files]
     names = [str(path.relative_to(place)) for path in files]
     return {"repository": repository, "commit": commit, "files": dict(zip(names, hashes, strict=True))}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -10,14 +10,14 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opendit.common.hub import probe_hub
+from opendit.common.hub import COMMIT, probe_hub
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
@@ -28,7 +28,6 @@ from opendit.models.families.base import Family
 if TYPE_CHECKING:
     from opendit.common.json_models import FileKind
 
-T = TypeVar("T")
 KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, safe even in an untrusted file
 CONFIG = "config.json"
 PIPELINE_INDEX = "model_index.json"  # a folder with this file is a pipeline
@@ -294,47 +293,35 @@ def read_json_of(path: Path, kind: "FileKind", needed: str) -> Any:
 
 # ------------------------------------------------------------------------------------------ the hub
 
-COMMIT = "[0-9a-f]{40}"
-
 
 def pinned(name: str) -> tuple[str, str] | None:
     """Split a name like openai/clip-vit-large-patch14@COMMIT into (repository, commit); None for any other name."""
-    found = re.fullmatch(rf"([\w.-]+/[\w.-]+)@({COMMIT})", name, re.ASCII)
+    found = re.fullmatch(rf"([\w.-]+/[\w.-]+)@({COMMIT.pattern})", name, re.ASCII)
     return (found[1], found[2]) if found else None
 
 
 def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str, ...], what: str, needs: str) -> Path:
-    """Return a repository's local folder at one commit, and download missing files. files: required files. also:
-    optional files. what, needs: see :func:`from_hub`."""
-    from huggingface_hub import hf_hub_download
+    """Return a repository's local folder at one commit, from the local cache or after a download.
+
+    files: required files. also: optional files. Raises FileNotFoundError within seconds if the hub can't be reached.
+    The message is ``what``, the reason and ``needs``."""
+    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     def get(local_files_only: bool) -> Path:
         options: dict[str, Any] = dict(revision=commit, local_files_only=local_files_only)
         folder = [Path(hf_hub_download(repository, name, **options)) for name in files][0].parent
         for name in also:
-            try:
+            with suppress(EntryNotFoundError):
                 hf_hub_download(repository, name, **options)
-            except EntryNotFoundError:
-                continue
         return folder
 
-    return from_hub(get, what, needs)
-
-
-def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """Return ``fetch(True)`` from the local cache. If that fails, return ``fetch(False)`` after a download. Raises
-    FileNotFoundError within seconds if the hub can't be reached. The message is ``what``, the reason and ``needs``."""
-    from huggingface_hub import constants
-
-    try:
-        return fetch(True)
-    except (OSError, ValueError):
-        pass
+    with suppress(OSError, ValueError):
+        return get(local_files_only=True)
     try:
         # Check first that the hub can be reached, because a download retries six times with growing pauses.
         probe_hub(constants.ENDPOINT)
-        return fetch(False)
+        return get(local_files_only=False)
     except Exception as error:
         raise FileNotFoundError(
             f"{what} isn't in the local cache and couldn't be fetched from the hub "

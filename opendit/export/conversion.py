@@ -40,6 +40,7 @@ from opendit.checkpoint.lora import (
 from opendit.checkpoint.run_folders import low_noise_of
 from opendit.checkpoint.tensor_set import MOST_BYTES, file_size, is_set, write_weights
 from opendit.common import safe_files
+from opendit.common.hub import snapshot_of
 from opendit.common.tensor_files import write_file
 from opendit.config.names import WHOLE
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
@@ -369,9 +370,8 @@ def name_of(base: foreign.PublishedFolder) -> str:
     """Return a public model's name for metadata: REPOSITORY@COMMIT in the Hugging Face cache, else the pipeline
     folder's name."""
     folder = (base.pipeline or base.transformer).resolve()
-    for path in (folder, folder.parent):
-        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
-            return f"{path.parent.parent.name.removeprefix('models--').replace('--', '/')}@{path.name}"
+    if (snapshot := snapshot_of(folder)) is not None:
+        return f"{snapshot[1]}@{snapshot[2]}"
     return folder.name if base.pipeline or folder.name != foreign.TRANSFORMER else folder.parent.name
 
 
