@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from opendit.common.json_file import LARGEST, MIB
@@ -26,10 +25,10 @@ from opendit.common.progress import Progress
 from opendit.common.utils import hash_parts
 from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
-from opendit.data.base import PLAIN, BadSample, Description, Item, Medium, Shapes, Size, View, of_picture
-from opendit.data.clips import as_file, clip_rate
+from opendit.data.base import BadSample, Description, Shapes, Size
 from opendit.data.files import file_locked, name_few, printable
 from opendit.data.picture_file import as_rgb, reason
+from opendit.data.pictures_and_clips import stored_size
 from opendit.data.processes import in_processes
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import (
@@ -439,45 +438,25 @@ class CookedDataset(ShardDataset):
         self._cooked = row, found
         return found
 
-    def _medium(self, row: int) -> Any:
-        """Return the bytes of a clip's or picture's file, or a PIL image. Raises BadSample."""
+    def _medium(self, row: int) -> tuple[bool, Any]:
+        """Return (True for a picture, the bytes of its file or a PIL image). Raises BadSample."""
         made = self._cook(row)
         wanted = "video" if self._video else "image"
         if wanted not in made or ("caption" in made) != (self.conditioning == "text"):
             raise BadSample(self.source(row), f"{self.name} gave other parts than of the first sample")
-        return made[wanted]
+        return not self._video, made[wanted]
 
     def media_size(self, row: int) -> Size:
-        content = self._medium(row)
-        if not isinstance(content, bytes):
+        content = self._medium(row)[1]
+        if isinstance(content, Image.Image):
             return 1, content.height, content.width
-        return self._size(not self._video, content)
+        return stored_size("", len(content), lambda at, size: content[at : at + size], not self._video, self.frames_of)
 
-    def rate_at(self, row: int) -> float:
-        content = self._medium(row)
-        with as_file([(0, content)], len(content)) as path:
-            return clip_rate(path)
-
-    def read(self, row: int, view: View = PLAIN) -> Item:
-        content = self._medium(row)
-        if self._video:
-            item = self._clip(row, content, view)
-        elif isinstance(content, bytes):
-            item = self._picture(row, content, view)
-        else:
-            item = self.picture_sample(self._rgb(row, content), view)
-        return self._labelled(row, item)
-
-    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        made = self._cook(row)
-        content = made["video" if self._video else "image"]
+    def _decoded(self, row: int, content: bytes | Image.Image) -> Image.Image:
         if isinstance(content, bytes):
-            return self._look(not self._video, content)
-        return of_picture(self._rgb(row, content))
-
-    def _rgb(self, row: int, image: Image.Image) -> Image.Image:
+            return super()._decoded(row, content)
         try:
-            return as_rgb(image)
+            return as_rgb(content)
         except Exception as error:  # Pillow's decoders raise errors of nearly any type
             raise BadSample(self.source(row), reason(error)) from error
 

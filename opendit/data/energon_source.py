@@ -339,11 +339,10 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
         without.setdefault(tar, set()).add(key)
     shards, before = [], 0
     for (name, count), index in zip(prepared.tars, indexes, strict=True):
-        path = str(prepared.folder / name)
         kept = kept_rows(index, first - before, last - before, without.get(name, set()))
         before += count
         if kept is None or len(kept.rows):
-            shards.append(IndexedTar(path, path, index, kept))
+            shards.append(IndexedTar(str(prepared.folder / name), index, kept))
     if not shards:
         raise ValueError(f"{shown}: no sample of its {total:,} is left by subset and exclude; leave some")
     return shards

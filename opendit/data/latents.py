@@ -505,7 +505,7 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
             raise ValueError(f"{gone} is missing, or no regular file; {REPAIR}")
         if (size := path.stat().st_size) != shard["bytes"]:
             raise ValueError(f"{path} has {size:,} bytes instead of {shard['bytes']:,}; {REPAIR}")
-        tars.append(IndexedTar(str(path), str(path), check_tar(TarIndex(index_of(path)), shard, str(path))))
+        tars.append(IndexedTar(str(path), check_tar(TarIndex(index_of(path)), shard, str(path))))
     return tars
 
 

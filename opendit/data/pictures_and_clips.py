@@ -217,28 +217,25 @@ def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | No
     return (1, *picture_size(path)) if is_picture else clip_size(path, count=count)
 
 
-def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
-    """Return the :data:`Size` of a picture inside another file. size: the picture's bytes. read: function (offset,
-    count) -> bytes."""
-    if size > HEAD:
-        try:
-            return (1, *picture_size(name, content=read(0, HEAD)))
-        except BadSample:
-            pass  # the header is longer, or the format needs all bytes
-    return (1, *picture_size(name, content=read(0, size)))
-
-
-def stored_clip_size(
-    name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
+def stored_size(
+    name: str,
+    size: int,
+    read: Callable[[int, int], bytes],
+    is_picture: bool,
+    count: Callable[[Timeline], int] | None = None,
 ) -> Size:
-    """Return the :data:`Size` of a clip inside another file. In an MP4, only the tables and the start of the first
-    frame are read, if possible. size, read: see :func:`stored_picture_size`. count: see ``clip_size``."""
-    if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
-        try:
+    """Return the :data:`Size` of a picture or clip inside another file. If possible, only a picture's header is read,
+    and of an MP4 only the tables and the start of the first frame.
+
+    size: the medium's bytes. read: function (offset, count) -> bytes. count: see ``clip_size``. Raises BadSample."""
+    with suppress(BadSample):  # the header is longer, or the decoder needs all bytes
+        if is_picture and size > HEAD:
+            return (1, *picture_size(name, content=read(0, HEAD)))
+        if not is_picture and size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
             with as_file(parts, size) as path:
                 return clip_size(path, whole=False, count=count)
-        except BadSample:
-            pass  # the decoder needs the complete first frame, or must count the frames by decoding
+    if is_picture:
+        return (1, *picture_size(name, content=read(0, size)))
     with as_file([(0, read(0, size))], size) as path:
         return clip_size(path, count=count)
 

@@ -8,7 +8,7 @@ import pytest
 
 from opendit.data import clips
 from opendit.data.base import BadSample
-from opendit.data.pictures_and_clips import HEAD, stored_clip_size
+from opendit.data.pictures_and_clips import HEAD, stored_size
 from opendit.data.video_files import write_mp4
 
 FRAMES = (30, 192, 256)  # noise, so that the file is large
@@ -26,7 +26,7 @@ class Stored:
         return self.content[at : at + count]
 
     def size(self):
-        return stored_clip_size("t.tar: clip.mp4", len(self.content), self.read)
+        return stored_size("t.tar: clip.mp4", len(self.content), self.read, False)
 
     @property
     def share(self):

@@ -12,7 +12,7 @@ import pytest
 
 from opendit.data.captioned_media import probe
 from opendit.data.clips import clip_size, clip_window, decode_frames, open_clip
-from opendit.data.pictures_and_clips import stored_clip_size
+from opendit.data.pictures_and_clips import stored_size
 from opendit.data.video_files import READERS, problem_of
 
 WIDTH, HEIGHT, COUNT, RATE = 88, 72, 26, 24
@@ -179,7 +179,7 @@ def check(path, frames, seed):
     generator = random.Random(seed)
     assert clip_size(str(path)) == frames.shape[:3]
     content = path.read_bytes()
-    assert stored_clip_size("clip", len(content), lambda at, count: content[at : at + count]) == frames.shape[:3]
+    assert stored_size("clip", len(content), lambda at, count: content[at : at + count], False) == frames.shape[:3]
     medium, shown = open_clip(str(path))
     assert (medium.frames, medium.height, medium.width) == frames.shape[:3]
     assert np.array_equal(shown, frames[[0, len(frames) // 2, len(frames) - 1]])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from opendit.common.json_file import parse_json
 from opendit.common.json_models import checked
@@ -30,17 +31,16 @@ from opendit.data.base import (
     flip_note,
     of_picture,
 )
-from opendit.data.clips import as_file, clip_rate, clip_size, open_clip
+from opendit.data.clips import as_file, clip_rate, open_clip
 from opendit.data.container_header import is_animated
 from opendit.data.files import Checksums, Ignored, allow_open_files, list_folder, name_few, printable
 from opendit.data.order import RowsByKey
-from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, picture_suffixes, read_picture
+from opendit.data.picture_file import MAX_WHOLE_FILE, picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import (
     CLIP,
     PICTURE,
     PicturesAndClips,
-    stored_clip_size,
-    stored_picture_size,
+    stored_size,
 )
 from opendit.data.row_arrays import kept_array
 from opendit.data.shards.index import (
@@ -78,8 +78,7 @@ WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor c
 class IndexedTar:
     """A tar and its index."""
 
-    name: str  # in messages
-    path: str
+    path: str  # or its address
     index: TarIndex
     kept: KeptRows | None = None  # the samples to use; None means all
 
@@ -194,13 +193,16 @@ class ShardDataset(PicturesAndClips):
         number, place, record = self.find_record(row)
         index = self.shards[number].index
         suffix = index.header.suffixes[record.suffix].removeprefix(ANIMATED)
-        return f"{self.shards[number].name}: {index.key(place)}{suffix}"
+        return f"{self.shards[number].path}: {index.key(place)}{suffix}"
 
     def read(self, row: int, view: View = PLAIN) -> Item:
+        is_picture, content = self._medium(row)
+        return self._labelled(row, (self._picture if is_picture else self._clip)(row, content, view))
+
+    def _medium(self, row: int) -> tuple[bool, Any]:
+        """Return (True for a picture, the bytes of its file). Raises BadSample."""
         number, _, record = self.find_record(row)
-        content = self.read_medium(row)
-        item = self._picture(row, content, view) if self._is_picture(number, record) else self._clip(row, content, view)
-        return self._labelled(row, item)
+        return self._is_picture(number, record), self.read_medium(row)
 
     def _labelled(self, row: int, item: Item) -> Item:
         text, record = self.caption(row), self.find_record(row)[2]
@@ -235,46 +237,41 @@ class ShardDataset(PicturesAndClips):
         return content
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        number, _, record = self.find_record(row)
-        return self._look(self._is_picture(number, record), self.read_medium(row))
-
-    def _look(self, picture: bool, content: bytes) -> tuple[Medium, np.ndarray]:
-        if picture:
-            return of_picture(read_picture("", content=content))
+        is_picture, content = self._medium(row)
+        if is_picture:
+            return of_picture(self._decoded(row, content))
         with as_file([(0, content)], len(content)) as path:
             return open_clip(path)
 
     def media_size(self, row: int) -> Size:
         number, _, record = self.find_record(row)
-        stored_size: Any = stored_picture_size
-        if not self._is_picture(number, record):
-            stored_size = partial(stored_clip_size, count=self.frames_of)
         return stored_size(
-            self.source(row), record.medium_bytes, lambda at, size: self._read(row, number, record.medium_at + at, size)
+            self.source(row),
+            record.medium_bytes,
+            lambda at, size: self._read(row, number, record.medium_at + at, size),
+            self._is_picture(number, record),
+            self.frames_of,
         )
 
     rated = 8  # clips for estimating frame rates; few, because they may be at an address
 
     def rate_at(self, row: int) -> float:
-        content = self.read_medium(row)
+        content = self._medium(row)[1]
         with as_file([(0, content)], len(content)) as path:
             return clip_rate(path)
 
-    def _size(self, picture: bool, content: bytes) -> Size:
-        if picture:
-            return 1, *picture_size("", content=content)
-        with as_file([(0, content)], len(content)) as path:
-            return clip_size(path, count=self.frames_of)
+    def _picture(self, row: int, content: Any, view: View) -> Item:
+        return self.picture_sample(self._decoded(row, content), view)
 
-    def _picture(self, row: int, content: bytes, view: View) -> Item:
+    def _decoded(self, row: int, content: Any) -> Image.Image:
+        """Decode a picture. content: from :meth:`_medium`. Raises BadSample."""
         if self.use_video and is_animated(io.BytesIO(content)):
             reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
             raise BadSample(self.source(row), reason)
         try:  # the sample's name is looked up only after an error
-            image = read_picture("", content=content)
+            return read_picture("", content=content)
         except BadSample as bad:
             raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
-        return self.picture_sample(image, view)
 
     def _clip(self, row: int, content: bytes, view: View) -> Item:
         with as_file([(0, content)], len(content)) as path:
@@ -321,7 +318,7 @@ class ShardDataset(PicturesAndClips):
         """Return strings that identify the tars and the used samples."""
         headers = [shard.index.header for shard in self.shards]
         contents = [
-            header.sha256 or f"{shard.name} {header.tar_bytes}"
+            header.sha256 or f"{shard.path} {header.tar_bytes}"
             for shard, header in zip(self.shards, headers, strict=True)
         ]
         rows = ",".join(
@@ -376,7 +373,7 @@ def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
     if len(kinds) > 1:
         (one, first), (other, second), *_ = kinds.items()
         raise ValueError(
-            f"{shown}: {first.name} has {WORDS[one]} and {second.name} {WORDS[other]}; keep them in folders of their "
+            f"{shown}: {first.path} has {WORDS[one]} and {second.path} {WORDS[other]}; keep them in folders of their "
             "own"
         )
     if not kinds:
@@ -401,7 +398,7 @@ def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
 def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
     shard = max(shards, key=lambda shard: shard.index.header.num_classes)
     label, row = shard.index.largest_label()
-    return label, printable(shard.name), printable(shard.index.key(row)[:200])
+    return label, printable(shard.path), printable(shard.index.key(row)[:200])
 
 
 def classes_of(
@@ -453,7 +450,7 @@ def open_source(asked: Request) -> ShardDataset | None:
                 raise ValueError(size_problem(str(tar), size, index.header.tar_bytes))
         except (ValueError, OSError) as error:
             raise ValueError(f"{asked.shown}: {error}") from error
-        shards.append(IndexedTar(str(tar), str(tar), index))
+        shards.append(IndexedTar(str(tar), index))
     return _dataset(asked, shards, read_class_names(folder))
 
 
@@ -473,7 +470,7 @@ def open_remote(asked: Request, remote: Remote, cache: FileCache) -> ShardDatase
 def remote_shards(addresses: Sequence[str], remote: Remote, cache: FileCache) -> tuple[list[IndexedTar], RemoteTars]:
     """Return (indexed tars, store) for these addresses."""
     indexes = [TarIndex(path) for path in fetch_indexes(addresses, remote, cache)]
-    shards = [IndexedTar(address, address, index) for address, index in zip(addresses, indexes, strict=True)]
+    shards = [IndexedTar(address, index) for address, index in zip(addresses, indexes, strict=True)]
     checksums = [index.header.sha256 for index in indexes]
     return shards, RemoteTars(addresses, checksums, [index.header.tar_bytes for index in indexes], remote, cache)
 

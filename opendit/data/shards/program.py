@@ -363,7 +363,7 @@ def index_latents(
     fields, plan = Fields(medium=SUFFIXES), hash_parts("latents of another program")
     indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force)
     headers = [index.header for index in indexes]
-    found = [IndexedTar(printable(tar.name), str(tar), index) for tar, index in zip(tars, indexes, strict=True)]
+    found = [IndexedTar(str(tar), index) for tar, index in zip(tars, indexes, strict=True)]
     conditioning = conditioning_of(shown, found)
     names = _names(tars[0], indexes[0], form, shape, shown)
     shards = [
