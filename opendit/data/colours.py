@@ -14,12 +14,14 @@ Primaries and transfers have their numbers from ITU-T H.273. LittleCMS converts 
 
 import io
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageCms
+
+from opendit.data.container_header import list_boxes, named_boxes
 
 PQ, HLG = 16, 18  # numbers of two HDR transfers
 WHITE_NITS = 203.0
@@ -251,7 +253,7 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
 
 MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; a printer's may have three million
 _CODES = "cicp"  # key of (primaries, transfer) in Image.info
-_CHUNKS, _BOXES = 1000, 1000  # maximum PNG chunks, and AVIF boxes per box, to search
+_CHUNKS = 1000  # maximum PNG chunks to search
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
 
 Convert = Callable[[Image.Image], Image.Image]
@@ -384,25 +386,10 @@ def _png_codes(file: BinaryIO) -> tuple[int, int] | None:
 def _avif_codes(file: BinaryIO) -> tuple[int, int] | None:
     """Return (primaries, transfer) in an AVIF's first colour box of type nclx; None if there is none."""
     file.seek(0)
-    data = file.read(1 << 16)
-    for meta in _inside(data, b"meta", 0, len(data)):
-        for properties in _inside(data, b"iprp", meta[0] + 4, meta[1]):
-            for container in _inside(data, b"ipco", *properties):
-                for begin, end in _inside(data, b"colr", *container):
-                    if data[begin : begin + 4] == b"nclx" and end - begin >= 8:
-                        return struct.unpack_from(">HH", data, begin + 4)
+    # "meta" begins with a version and flags, "colr" with its type.
+    properties = named_boxes(named_boxes(file.read(1 << 16)).get(b"meta", b""), 4).get(b"iprp", b"")
+    found = named_boxes(properties).get(b"ipco", b"")
+    for kind, begin, end in list_boxes(found):
+        if kind == b"colr" and found[begin : begin + 4] == b"nclx" and end - begin >= 8:
+            return struct.unpack_from(">HH", found, begin + 4)
     return None
-
-
-def _inside(data: bytes, wanted: bytes, at: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) for the contents of each box with type ``wanted`` in data[at:last]."""
-    for _ in range(_BOXES):
-        if at + 8 > last:
-            return
-        length, kind = struct.unpack_from(">I4s", data, at)
-        # 1 means that a 64-bit length follows, 0 that the box extends to the end. Neither is supported.
-        if length < 8:
-            return
-        if kind == wanted:
-            yield at + 8, min(at + length, last)
-        at += length

@@ -105,7 +105,7 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
             if kind == b"moov":
                 file.seek(begin)
                 tables = file.read(length)
-                fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
+                fragmented = any(inner == b"mvex" for inner, _, _ in list_boxes(tables, 0, len(tables), MAX_BOXES))
                 return None if fragmented or len(tables) < length else file.parts
     except ValueError:  # the decoder will report the invalid file
         pass
@@ -145,7 +145,7 @@ def _count(data: bytes) -> tuple[int, int]:
     todo = [(0, len(data), False)]
     while todo:
         first, last, is_video = todo.pop()
-        boxes = _boxes(data, first, last, left)
+        boxes = list_boxes(data, first, last, left)
         left -= len(boxes)
         # The handler box tells if a track is video. It is a sibling of the box with the track's tables.
         for kind, begin, end in boxes:
@@ -154,7 +154,7 @@ def _count(data: bytes) -> tuple[int, int]:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
             elif kind == b"stsd" and is_video:  # version and flags, the number of codecs, then a box per codec
-                for _, first, last in _boxes(data, begin + 8, end, left):
+                for _, first, last in list_boxes(data, begin + 8, end, left):
                     if (profile := dolby_profile(data[first:last])) is not None:
                         raise ValueError(
                             f"Dolby Vision of profile {profile}, whose colours can't be converted; make it HDR10 or SDR"
@@ -165,7 +165,9 @@ def _count(data: bytes) -> tuple[int, int]:
     return most, video
 
 
-def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES) -> list[tuple[bytes, int, int]]:
+def list_boxes(
+    data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES
+) -> list[tuple[bytes, int, int]]:
     """Return (kind, begin of the contents, end of the contents) for each box in data[at:last]. Raises ValueError for
     more than ``most`` boxes."""
     found, last = [], len(data) if last is None else last
@@ -235,34 +237,35 @@ def _clean_aperture(entry: bytes, parts: dict[bytes, bytes]) -> tuple[int, int, 
     return cut if min(cut) >= 0 else None
 
 
-def _named(data: bytes, at: int = 0) -> dict[bytes, bytes]:
+def named_boxes(data: bytes, at: int = 0) -> dict[bytes, bytes]:
+    """Return kind -> contents of the first box of each kind in data[at:]. Raises as :func:`list_boxes`."""
     found: dict[bytes, bytes] = {}
-    for kind, begin, end in _boxes(data, at):
+    for kind, begin, end in list_boxes(data, at):
         found.setdefault(kind, data[begin:end])
     return found
 
 
 def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
     found = []
-    for kind, begin, end in _boxes(moov):
+    for kind, begin, end in list_boxes(moov):
         if kind == b"trak":
-            media = _named(_named(moov[begin:end]).get(b"mdia", b""))
+            media = named_boxes(named_boxes(moov[begin:end]).get(b"mdia", b""))
             if media.get(b"hdlr", b"")[8:12] == b"vide":
-                found.append(_named(_named(media.get(b"minf", b"")).get(b"stbl", b"")))
+                found.append(named_boxes(named_boxes(media.get(b"minf", b"")).get(b"stbl", b"")))
     return found
 
 
 def dolby_profile(entry: bytes) -> int | None:
     """Return the Dolby Vision profile of a sample entry that other players can't show; None for other entries."""
-    parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
+    parts = named_boxes(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
     return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
 
 
 def _entry(tables: dict[bytes, bytes]) -> tuple[bytes, dict[bytes, bytes]]:
-    _, begin, end = _boxes(tables[b"stsd"], 8)[0]
+    _, begin, end = list_boxes(tables[b"stsd"], 8)[0]
     entry = tables[b"stsd"][begin:end]
-    return entry, _named(entry, _VISUAL_SAMPLE_ENTRY)
+    return entry, named_boxes(entry, _VISUAL_SAMPLE_ENTRY)
 
 
 def begins_anew(sample: bytes, length: int) -> bool:
