@@ -105,18 +105,18 @@ class EMA:
         self.averages[which][name].copy_(shard)
 
     @contextlib.contextmanager
-    def at_work(self, which: int = 0) -> Iterator[None]:
-        """Swap the engine's masters with one average, in place, inside the context. The exit undoes the swap exactly.
-        All ranks must enter and leave. Don't train or save inside the context."""
-        self._exchange(which)
+    def at_work(self) -> Iterator[None]:
+        """Swap the engine's masters with the first average, in place, inside the context. The exit undoes the swap
+        exactly. All ranks must enter and leave. Don't train or save inside the context."""
+        self._exchange()
         try:
             yield
         finally:
-            self._exchange(which)
+            self._exchange()
 
     @torch.no_grad()
-    def _exchange(self, which: int) -> None:
-        engine, average = self.engine, self.averages[which]
+    def _exchange(self) -> None:
+        engine, average = self.engine, self.averages[0]
         for name, shard in average.items():
             master = engine.master(name)
             own = master.clone()
@@ -125,8 +125,8 @@ class EMA:
         engine.finish_loading()
 
     @contextlib.contextmanager
-    def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
-        """Replace the weights of ``model`` by one average, cast to the model's dtype, inside the context.
+    def applied(self, model: nn.Module | None) -> Iterator[nn.Module | None]:
+        """Replace the weights of ``model`` by the first average, cast to the model's dtype, inside the context.
 
         All ranks must call this. Ranks that only help to gather pass None. On exit, the model gets its previous weights
         back exactly, from host memory. The device needs memory for one more full parameter.
@@ -135,7 +135,7 @@ class EMA:
         ``model`` may be the training module."""
         own: dict[str, Tensor] = {}
         try:
-            for name, full in self.gather(which):
+            for name, full in self.gather():
                 if model is not None:
                     weight = model.get_parameter(name).data
                     own[name] = weight.to("cpu", copy=True)

@@ -86,18 +86,18 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
         return None
     channel, damaged = ControlGroup(mesh), []
     for folder in folders:
-        files, state, problem, final = _verified(folder, mesh)
-        found = channel.gather((problem, final))
-        problem, final = next((rank for rank in found if rank[0]), (None, False))
-        if final:
-            raise ValueError(problem)
-        if problem is None:
-            if state["model"] != model:
-                raise ValueError(
-                    f"--load {load}: {folder} is a checkpoint of {state['model']}, not of {model}; give its --model"
-                )
-            return Checkpoint(folder.resolve(), state, files, tuple(damaged), run_of(folder))
-        damaged.append(problem)
+        try:
+            files, state = channel.together(lambda folder=folder: _verified(folder, mesh), ValueError, OSError)
+        except AnotherVersion:  # the run's earlier checkpoints can't be loaded either
+            raise
+        except (ValueError, OSError) as error:
+            damaged.append(str(error))
+            continue
+        if state["model"] != model:
+            raise ValueError(
+                f"--load {load}: {folder} is a checkpoint of {state['model']}, not of {model}; give its --model"
+            )
+        return Checkpoint(folder.resolve(), state, files, tuple(damaged), run_of(folder))
     if one:
         earlier = mesh.broadcast_object(intact_before(folders[0]) if mesh.is_main else None)
         instead = f"intact is --load {earlier}" if earlier else "there is no intact checkpoint before it"
@@ -132,43 +132,34 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
     return [], True, f"--load {load}: no checkpoint there ({looked_for})"
 
 
-def _verified(folder: Path, mesh: Mesh) -> tuple[list[str], dict[str, Any], str | None, bool]:
-    """Verify this rank's share of a checkpoint. Return (files, state, error message or None, True if the run's earlier
-    checkpoints can't be loaded either)."""
+def _verified(folder: Path, mesh: Mesh) -> tuple[list[str], dict[str, Any]]:
+    """Verify this rank's share of a checkpoint. Return (files, state). Raises AnotherVersion, OSError or ValueError."""
     try:
-        files = verified_files(folder, mesh.rank, mesh.world_size)
-        state = read_state(folder)
-        ending = VERSIONS[state["version"]]
-        sets = [MODEL_SET + ending, AVERAGE_SET + ending, *state["ema"]["files"]]
-        if ending == SHARDS:
-            sets += [moment + ending for moment in MOMENTS]
-        _check_listed(folder, (STATE, *sets), files)
-        for name in sets if ending == SHARDS else ():
-            with open_set(folder / name) as tensors:
-                if not isinstance(tensors, ShardedTensors) or tensors.index.step != state["step"]:
-                    raise ValueError(f"{folder / name} is not the index of step {state['step']}")
-                _check_listed(folder, tensors.index.files, files)
-                tensors.check_files(mesh.rank, mesh.world_size)
-    except (ValueError, OSError) as error:
-        other = _another_version(folder)  # reported first: another version may have another manifest
-        return [], {}, other or str(error), other is not None
-    return files, state, None, False
+        read_state(folder)
+    except AnotherVersion:  # reported first: another version may have another manifest
+        raise
+    except (ValueError, OSError):
+        pass  # the checksums below report the damage
+    files = verified_files(folder, mesh.rank, mesh.world_size)
+    state = read_state(folder)
+    ending = VERSIONS[state["version"]]
+    sets = [MODEL_SET + ending, AVERAGE_SET + ending, *state["ema"]["files"]]
+    if ending == SHARDS:
+        sets += [moment + ending for moment in MOMENTS]
+    _check_listed(folder, (STATE, *sets), files)
+    for name in sets if ending == SHARDS else ():
+        with open_set(folder / name) as tensors:
+            if not isinstance(tensors, ShardedTensors) or tensors.index.step != state["step"]:
+                raise ValueError(f"{folder / name} is not the index of step {state['step']}")
+            _check_listed(folder, tensors.index.files, files)
+            tensors.check_files(mesh.rank, mesh.world_size)
+    return files, state
 
 
 def _check_listed(folder: Path, names: Iterable[str], files: list[str]) -> None:
     for name in names:
         if name not in files:
             raise ValueError(f"{folder} is damaged: {MANIFEST} does not list {name!r:.80}, which is needed")
-
-
-def _another_version(folder: Path) -> str | None:
-    try:
-        read_state(folder)
-    except AnotherVersion as error:
-        return str(error)
-    except (ValueError, OSError):
-        pass
-    return None
 
 
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:

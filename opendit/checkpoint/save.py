@@ -139,7 +139,7 @@ class WholeTensorFiles:
 
     version = 2
 
-    def __init__(self, engine: Engine, ema: EMA, channel: ControlGroup, enabled: bool = True):
+    def __init__(self, engine: Engine, ema: EMA, enabled: bool):
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
         weights = [tensor_set.MODEL_SET, *tensor_set.average_sets(ema.decays)]
         self.averages = [name + WHOLE for name in weights[1:]]
@@ -170,10 +170,6 @@ class WholeTensorFiles:
         run = folder.parent.parent
         return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
-    def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Return no manifest entries: :meth:`write` has written all files. See :meth:`ShardFiles.finish`."""
-        return {}
-
 
 # ------------------------------------------------------------------------------------------ files of shards
 
@@ -196,7 +192,7 @@ class ShardFiles:
 
     version = 3
 
-    def __init__(self, engine: Engine, ema: EMA, channel: ControlGroup, enabled: bool = True):
+    def __init__(self, engine: Engine, ema: EMA, enabled: bool, channel: ControlGroup):
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
         weights = [tensor_set.MODEL_SET, *tensor_set.average_sets(ema.decays)]
         self.averages = [name + SHARDS for name in weights[1:]]
@@ -238,22 +234,15 @@ class ShardFiles:
         return files
 
     def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write this rank's files. Return their entries in the manifest. Raises OSError."""
-        written = {}
+        """Write this rank's files, and on rank 0 the indices. Return their entries in the manifest. Raises OSError."""
+        written, run = {}, folder.parent.parent
         for which in self._sets:
-            name = self._file(which)
-            if name in files:
+            if (name := self._file(which)) in files:
                 said = tensor_set.shard_metadata(which, step, {key: self._mine[key] for key in files[name]})
-                written[name] = write_tensors(folder / name, files[name], said, root=folder.parent.parent)
-        return written
-
-    def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the indices, and return their manifest entries. Rank 0 calls this after all ranks have written."""
-        written = {}
-        for which in self._sets:
-            text = tensor_set.index_text(self._index(which, step, metadata if which in self._weights else {}))
-            path = folder / (which + SHARDS)
-            written[path.name] = write_file(path, iter([text.encode()]), root=folder.parent.parent)
+                written[name] = write_tensors(folder / name, files[name], said, root=run)
+            if self.mesh.is_main:
+                text = tensor_set.index_text(self._index(which, step, metadata if which in self._weights else {}))
+                written[which + SHARDS] = write_file(folder / (which + SHARDS), iter([text.encode()]), root=run)
         return written
 
     def _file(self, which: str) -> str:
@@ -439,8 +428,8 @@ class Checkpoints:
         self.stall_s = self.write_s = 0.0
         self._channel = ControlGroup(self.mesh)  # used by the writing threads
         self._thread: threading.Thread | None = None
-        kind = ShardFiles if sharded else WholeTensorFiles
-        self._kind = kind(engine, ema, self._channel, enabled)
+        how = engine, ema, enabled
+        self._kind = ShardFiles(*how, self._channel) if sharded else WholeTensorFiles(*how)
         if self.mesh.is_main:
             self.in_use = self.newest = tidy(folder, in_use)
         self.mesh.barrier()
@@ -550,7 +539,6 @@ class Checkpoints:
         if problem is None and self.mesh.is_main:
             try:
                 manifest = {name: entry for entries, _ in reports for name, entry in entries.items()}
-                manifest |= self._kind.finish(folder, step, metadata)
                 text = json.dumps(state, indent=1)
                 manifest[tensor_set.STATE] = write_file(folder / tensor_set.STATE, iter([text.encode()]), root=run)
                 tensor_set.write_manifest(folder, self._kind.version, manifest, root=run)
