@@ -15,7 +15,7 @@ from opendit.checkpoint.pretrained import read_config, read_info
 from opendit.checkpoint.run_folders import CHECKPOINTS, LOW, WRITTEN, lock_folder, low_noise_of, new_run_folder
 from opendit.config.architectures import family_in
 from opendit.config.checks import check_writable, read_prompts
-from opendit.config.components import CACHED_FEATURES, SaveFlags, SpeedFlags, StartFlags
+from opendit.config.components import CACHED_FEATURES
 from opendit.config.names import OWN_ATTENTION, PLUGINS
 from opendit.config.train import NO_BASE, TrainConfig
 from opendit.data import DataError, MediaDataset
@@ -122,17 +122,11 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
         notes += check_resume(resume, config, objective, bool(flags.lora))
-    # A LoRA's checkpoints do not contain its base weights.
-    initial, initial_config = None, None
-    if flags.pretrained and (flags.lora or not resume):
-        initial, initial_config, config = check_pretrained(
-            flags.pretrained, flags.model, config, notes, mesh, resumed=resume is not None
-        )
+    config, start = _starting_weights(flags, config, resume, mesh, notes)
     ema_warmup = _ema_warmup(flags, stored if resume else None)
     flags = replace(flags, ema_warmup=bool(ema_warmup))
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
-    lora = _lora(flags, config, initial, resume, notes) if flags.lora else None
     codec = _codec(flags, dataset, vae, mesh, notes)
     # A public model's text encoders may be larger than the model, so sample grids use cached embeddings.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
@@ -156,12 +150,15 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
             teacher = CachedTeacher(flags.repa_weight, spatial)
         else:
             teacher = VisionTeacher(flags.repa, config.grid, flags.repa_weight, spatial, mesh.device, dtype)
-    kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
+    dtype, head_dim = PRECISIONS[flags.mixed_precision], config.hidden_size // config.num_heads
+    packs = flags.pack_tokens is not None
+    kernels = select_kernels(flags, mesh.device, dtype, head_dim, config.tokens, packs=packs)
+    kernels = agree_on_attention(kernels, stored.get("attention"), flags, config, mesh, notes)
     fused = kernels.ops.linear_gate_residual_layernorm_modulate is not None
     memory = replace(setup, fused=fused, fp8=kernels.ops.float8)
     capacity = card_memory(mesh.device)
     sharding = choose_sharding(config, memory, samples, capacity) if flags.plugin == "fsdp" else None
-    folder = _folder(flags, flags.model, resume, mesh, notes)
+    folder = _folder(flags, resume, mesh, notes)
     lock, lock_notes = lock_folder(
         folder, mesh, f"--load {flags.load}", "stop it, or start a new run without --load", written=WRITTEN
     )
@@ -172,6 +169,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         notes.append(
             f"{resume.folder} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on"
         )
+    ignored = PLUGINS[flags.plugin].ignores.get("compile")
     run = Run(
         flags=flags,
         mesh=mesh,
@@ -185,7 +183,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         kernels=kernels,
         sequence=sequence,
         stages=stages,
-        why_not_compiled=_why_not_compiled(flags.compile, flags.plugin),
+        why_not_compiled=ignored and f"off: {ignored}" if flags.compile else "off (--compile is)",
         memory=memory,
         sharding=sharding,
         folder=folder,
@@ -193,9 +191,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         resume=resume,
         first_step=first_step,
         last_step=last_step,
-        initial=initial,
-        initial_config=initial_config,
-        lora=lora,
+        **start,
         notes=notes,
         ema_warmup=ema_warmup,
         validation=validation,
@@ -239,67 +235,43 @@ def make_deterministic() -> None:
 def _sequence(
     flags: TrainConfig, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
 ) -> SequenceParallel | None:
-    parallel, keep_gathered = flags, flags.keep_gathered
-    precision = flags.mixed_precision
-    how = (parallel, flags.attention, precision)
-    shape = sequence_shape(*how, config, samples, tensor_parallel=mesh.tp_size, lora=flags.lora is not None)
+    how = (flags, flags.attention, flags.mixed_precision, config, samples)
+    shape = sequence_shape(*how, tensor_parallel=mesh.tp_size, lora=flags.lora is not None)
     if flags.pack_tokens is not None:
         shape = replace(shape, types=tuple(kind for kind in shape.types if kind not in OWN_ATTENTION))
-    sequence = sequence_parallel(mesh, parallel.sequence_parallel_type, shape, keep_gathered=keep_gathered)
-    if keep_gathered and sequence is not None and sequence.plan.kind != "fastseq":
+    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
+    if flags.keep_gathered and sequence is not None and sequence.plan.kind != "fastseq":
         notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")
     return sequence
 
 
-def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, notes: list[str]) -> Path:
+def _folder(flags: TrainConfig, resume: Checkpoint | None, mesh: Mesh, notes: list[str]) -> Path:
     folder = resume.run if resume else None
-    if folder is not None and save.save:
-        check_writable(str(folder), f"--load {save.load}:")
+    if folder is not None and flags.save:
+        check_writable(str(folder), f"--load {flags.load}:")
     if folder is None:
-        folder = mesh.broadcast_object(new_run_folder(save.outputs, model) if mesh.is_main else None)
+        folder = mesh.broadcast_object(new_run_folder(flags.outputs, flags.model) if mesh.is_main else None)
     if resume and not resume.run:
         notes.append(f"--load: {resume.folder} lies in no run's own checkpoints folder, so the run goes on in {folder}")
     return folder
 
 
-def _kernels(flags: TrainConfig, config: DiTConfig, mesh: Mesh, stored: str | None, notes: list[str]) -> KernelChoice:
-    """Choose the run's kernels. stored: attention kernel of the checkpoint to resume from, if any."""
-    dtype = PRECISIONS[flags.mixed_precision]
-    head_dim = config.hidden_size // config.num_heads
-    packs = flags.pack_tokens is not None
-    kernels = select_kernels(flags, mesh.device, dtype, head_dim, config.tokens, packs=packs)
-    return agree_on_attention(kernels, stored, flags, flags.deterministic, config, dtype, mesh, notes)
-
-
-def _why_not_compiled(asked: bool, plugin: str) -> str | None:
-    if not asked:
-        return "off (--compile is)"
-    why = PLUGINS[plugin].ignores.get("compile")
-    return None if why is None else f"off: {why}"
-
-
 def agree_on_attention(
-    kernels: KernelChoice,
-    stored: str | None,
-    speed: SpeedFlags,
-    deterministic: bool,
-    config: DiTConfig,
-    dtype: torch.dtype,
-    mesh: Mesh,
-    notes: list[str],
+    kernels: KernelChoice, stored: str | None, flags: TrainConfig, config: DiTConfig, mesh: Mesh, notes: list[str]
 ) -> KernelChoice:
-    """Choose the attention kernel on rank 0 for every rank. All ranks must call this.
+    """Choose the attention kernel on rank 0 for every rank. All ranks must call this. stored: the kernel of the
+    checkpoint to resume from, if any.
 
     Attention kernels round differently. With --attention auto, a resumed run therefore prefers its checkpoint's kernel.
     With --deterministic, a GPU uses FlashAttention (in fp32, the memory-efficient kernel), because cuDNN sums dq in any
     order.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
-    stored = stored if speed.attention == "auto" else None
-    wanted, why = stored, "as in the checkpoint"
-    if deterministic and mesh.device.type == "cuda" and {"auto", "cudnn"} & {backend, stored}:
+    stored = stored if flags.attention == "auto" else None
+    wanted, why, dtype = stored, "as in the checkpoint", PRECISIONS[flags.mixed_precision]
+    if flags.deterministic and mesh.device.type == "cuda" and {"auto", "cudnn"} & {backend, stored}:
         wanted, why = "flash" if dtype in HALF else "efficient", "--deterministic"
-    if (speed.enable_flashattn or deterministic) and wanted not in (None, "auto", backend):
+    if (flags.enable_flashattn or flags.deterministic) and wanted not in (None, "auto", backend):
         head_dim = config.hidden_size // config.num_heads
         try:
             backend, _ = resolve_attention(wanted, mesh.device, dtype, head_dim, config.tokens, tiled=True)
@@ -424,18 +396,25 @@ def _low_noise(high: Run) -> Run:
     if flags.pretrained is not None:
         beside = Path(flags.pretrained).with_name(f"{TRANSFORMER}_2")
         flags = replace(flags, pretrained=str(low_noise_of(flags.pretrained) or beside))
-    plan, initial, initial_config, lora = plan_model(flags, high.dataset, resume), None, None, None
+    plan = plan_model(flags, high.dataset, resume)
     if resume is not None:
         check_resume(resume, plan.config, plan.objective, bool(flags.lora))
-    config = plan.config
-    if flags.pretrained and (flags.lora or not resume):
+    config, start = _starting_weights(flags, plan.config, resume, mesh, [])
+    folder = high.folder / LOW
+    return replace(high, objective=plan.objective, model_config=config, resume=resume, folder=folder, **start)
+
+
+def _starting_weights(
+    flags: TrainConfig, config: DiTConfig, resume: Checkpoint | None, mesh: Mesh, notes: list[str]
+) -> tuple[DiTConfig, dict[str, Any]]:
+    """Find the weights of --pretrained. Return ``config`` in their revision, and the run's fields about weights."""
+    initial, initial_config = None, None
+    if flags.pretrained and (flags.lora or not resume):  # a LoRA's checkpoints do not contain its base weights
         initial, initial_config, config = check_pretrained(
-            flags.pretrained, flags.model, config, [], mesh, resumed=resume is not None
+            flags.pretrained, flags.model, config, notes, mesh, resumed=resume is not None
         )
-    if flags.lora:
-        lora = _lora(flags, config, initial, resume, [])
-    own: dict[str, Any] = dict(objective=plan.objective, model_config=config, lora=lora, resume=resume)
-    return replace(high, **own, initial=initial, initial_config=initial_config, folder=high.folder / LOW)
+    lora = _lora(flags, config, initial, resume, notes) if flags.lora else None
+    return config, dict(initial=initial, initial_config=initial_config, lora=lora)
 
 
 def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], Condition] | None:
@@ -446,11 +425,11 @@ def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], C
 
 
 def _lora(
-    start: StartFlags, config: DiTConfig, initial: Weights | None, resume: Checkpoint | None, notes: list[str]
+    flags: TrainConfig, config: DiTConfig, initial: Weights | None, resume: Checkpoint | None, notes: list[str]
 ) -> Lora:
     """Return the LoRA settings. Raises ValueError if the resumed checkpoint has other settings."""
     assert initial is not None, "--lora adds to --pretrained"
-    lora = cast(Lora, lora_of(start, str(initial.path.resolve())))
+    lora = cast(Lora, lora_of(flags, str(initial.path.resolve())))
     if resume is not None:
         stored = Lora(**read_info(resume.model)["lora"])
         if (stored.rank, stored.alpha, *stored.targets) != (lora.rank, lora.alpha, *lora.targets):

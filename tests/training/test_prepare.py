@@ -41,9 +41,10 @@ def test_attention_of_resumed_and_deterministic_runs(
 
     monkeypatch.setattr(preparing, "resolve_attention", resolve)
     mesh = SimpleNamespace(device=torch.device("cuda"), broadcast_object=lambda value: value)
-    speed = SimpleNamespace(enable_flashattn=flashattn, attention=asked)
+    speed = dict(enable_flashattn=flashattn, attention=asked, mixed_precision="bf16")
+    flags = SimpleNamespace(deterministic=deterministic, **speed)
     config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=3)
     kernels, notes = KernelChoice(BlockOps(), LocalAttention(chosen), "", "measured"), []
-    agreed = preparing.agree_on_attention(kernels, stored, speed, deterministic, config, torch.bfloat16, mesh, notes)
+    agreed = preparing.agree_on_attention(kernels, stored, flags, config, mesh, notes)
     assert agreed.attend.backend == used and (agreed.attention_note == "measured") == (used == chosen)
     assert len(notes) == (stored == "math" and asked == "auto")
