@@ -4,7 +4,7 @@ ValueErrors name flags of sample.py; ``opendit.sampling.pipeline`` replaces the 
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,14 +59,35 @@ def checkpoint_at(
     return found
 
 
-def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = "null") -> None:
-    """Raise ValueError if the model lacks guidance's null class, or does not support ``--guidance_by`` ``by``."""
-    weak_route(config, by)
-    if not config.null_class and scale != 1 and by in ("null", "route"):
+def check_guidance(
+    config: DiTConfig, weights: Weights, scale: float, by: str, every: int, conditioned: bool = True, **asked: Any
+) -> None:
+    """Raise ValueError if the model does not support a setting of guidance.
+
+    by, every: as --guidance_by and --guidance_every. conditioned: False to draw without classes and captions. asked:
+    further flags about guidance, falsy where they are not set."""
+    path = weights.path
+    if conditioned:
+        weak_route(config, by)
+        if not config.null_class and scale != 1 and by in ("null", "route"):
+            raise ValueError(
+                f"--cfg_scale {scale:g}: {path} was trained without class dropout, and has no null class "
+                "to guide away from; use --cfg_scale 1"
+            )
+    if asked.get("negative_prompt") is not None and config.text is None:
         raise ValueError(
-            f"--cfg_scale {scale:g}: {weights.path} was trained without class dropout, and has no null class "
-            "to guide away from; use --cfg_scale 1"
+            f"--negative_prompt: {path} is conditioned on classes, and has none that a picture should be "
+            "guided away from but the null class; leave it out"
         )
+    if not isinstance(config, PublicConfig) or guidance_of(config, scale) != 1.0:
+        return
+    # a public model without a second forward pass for guidance
+    why = f"does nothing with --cfg_scale {scale:g}, which is no guidance; leave one of them out"
+    if family_of(config.family).guidance.formula == "embedded":
+        why = f"{path} makes one pass a step, and its guidance no second one; leave the flag out"
+    for name, value in {**asked, "guidance_every": every > 1, "guidance_by": by != "null"}.items():
+        if value:
+            raise ValueError(f"--{name}: {why}")
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
@@ -324,22 +345,6 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
     return scale_of_family(guidance, scale)
 
 
-def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: Mapping[str, Any]) -> None:
-    """Raise ValueError if a flag needs a second forward pass for guidance, but the public model makes only one. asked:
-    flag name -> value, truthy if the flag is set."""
-    if not isinstance(config, PublicConfig) or guidance_of(config, scale) != 1.0:
-        return
-    embedded = family_of(config.family).guidance.formula == "embedded"
-    why = (
-        f"{weights.path} makes one pass a step, and its guidance no second one; leave the flag out"
-        if embedded
-        else f"does nothing with --cfg_scale {scale:g}, which is no guidance; leave one of them out"
-    )
-    for name, value in asked.items():
-        if value:
-            raise ValueError(f"--{name}: {why}")
-
-
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
     """Return default (number of steps, guidance scale): a public model's, (2, 1.0) for MeanFlow, else the arguments."""
     if not isinstance(config, PublicConfig):
@@ -356,15 +361,6 @@ def class_names(config: DiTConfig, weights: Weights) -> list[str]:
     assert config.num_classes is not None
     names = [*(weights.info.get("class_names") or [])]
     return names + [str(number) for number in range(len(names), config.num_classes)]
-
-
-def check_negative(negative: str | None, config: DiTConfig, weights: Weights) -> None:
-    """Raise ValueError if a class-conditional model gets a negative prompt."""
-    if negative is not None and config.text is None:
-        raise ValueError(
-            f"--negative_prompt: {weights.path} is conditioned on classes, and has none that a picture should be "
-            "guided away from but the null class; leave it out"
-        )
 
 
 def null_of(conditioner: Conditioner, negative: str | None) -> Condition:

@@ -329,13 +329,18 @@ class Pipeline:
             what = int(what)  # converts NumPy integers, too
         with arguments_named():
             latents = self._latent_size(settings.size, settings.frames)
-            loading.check_negative(negative, self.config, self.weights)
             sampler = self.objective.choose(settings.sampler or self.weights.info.get("sampler"))
-            if not isinstance(what, int):
-                loading.check_guidance(self.config, self.weights, guidance, settings.guidance_by)
-            asked = {"cfg_interval": interval, "negative_prompt": negative, "cfg_channels": settings.guided_channels}
-            asked["guidance_every"], asked["guidance_by"] = settings.guidance_every > 1, settings.guidance_by != "null"
-            loading.check_second_pass(self.config, self.weights, guidance, asked)
+            loading.check_guidance(
+                self.config,
+                self.weights,
+                guidance,
+                settings.guidance_by,
+                settings.guidance_every,
+                conditioned=not isinstance(what, int),
+                cfg_interval=interval,
+                negative_prompt=negative,
+                cfg_channels=settings.guided_channels,
+            )
         if isinstance(self.conditioner, PublishedConditioner):
             self.conditioner.guidance = embedded_guidance(self.config, guidance)
         y, scale = self._conditions(what), loading.guidance_of(self.config, float(guidance))

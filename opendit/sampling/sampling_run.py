@@ -184,11 +184,9 @@ def _load(
     flags = replace(flags, **{name: value for name, value in usual.items() if name not in flags.given})
     if flags.sampler is None and "sampler" in weights.info:
         flags = replace(flags, sampler=weights.info["sampler"])
-    loading.check_guidance(config, weights, flags.cfg_scale, flags.guidance_by)
     asked = ("cfg_parallel", "cfg_interval", "cfg_channels", "negative_prompt")
-    given = {"guidance_every": flags.guidance_every > 1, "guidance_by": flags.guidance_by != "null"}
-    given |= {name: getattr(flags, name) for name in asked}
-    loading.check_second_pass(config, weights, flags.cfg_scale, given)
+    how = flags.cfg_scale, flags.guidance_by, flags.guidance_every
+    loading.check_guidance(config, weights, *how, **{name: getattr(flags, name) for name in asked})
     check_fits(flags, config, weights)
     objective.choose(flags.sampler)
     for name in ("vae_tiling", "vae_compile"):
@@ -216,8 +214,8 @@ def _load(
     if (work := loaded.vae_loader.work) is not None:
         stages.beside("VAE: imports and weights", work.seconds)
     with stages("text encoder, prompts"):
-        how = mesh.device, flags.mixed_precision, flags.text_precision
-        conditioner = loading.make_conditioner(config, weights, flags.text_encoder, *how)
+        precisions = flags.mixed_precision, flags.text_precision
+        conditioner = loading.make_conditioner(config, weights, flags.text_encoder, mesh.device, *precisions)
         if isinstance(conditioner, PublishedConditioner):
             conditioner.guidance = embedded_guidance(config, flags.cfg_scale)
         null = loading.null_of(conditioner, flags.negative_prompt)
@@ -277,7 +275,6 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
         raise ValueError(f"--prompt: {path} is conditioned on classes; use --class_labels")
     if config.text is not None and flags.class_labels:
         raise ValueError(f"--class_labels: {path} is conditioned on captions; use --prompt")
-    loading.check_negative(flags.negative_prompt, config, weights)
     if not config.is_video:
         for name in ("use_video", "num_frames", "frame_interval"):
             if getattr(flags, name):
