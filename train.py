@@ -202,7 +202,7 @@ def start(flags: TrainConfig) -> Path | None:
     with collection_paused():
         from opendit.parallel.mesh import init_mesh
         from opendit.parallel.supervisor import Supervisor
-        from opendit.training.auto_parallel import decide_on_ranks
+        from opendit.training.auto_parallel import decide_on_ranks, dims_of
         from opendit.training.build import build
         from opendit.training.prepare import RUN_ERRORS, USER_ERRORS, prepare
         from opendit.training.summary import dry_run
@@ -210,7 +210,7 @@ def start(flags: TrainConfig) -> Path | None:
     if flags.dry_run is not None:
         return dry_run(flags)
     with Supervisor(USER_ERRORS) as supervisor:
-        mesh = init_mesh(**flags.group_sizes)
+        mesh = init_mesh(dims=dims_of(flags, flags.world_size()))
         if flags.parallel == "auto" or flags.card is not None:
             flags, mesh = decide_on_ranks(flags, mesh)
         flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")

@@ -594,17 +594,6 @@ class TrainConfig(
             )
 
     @property
-    def group_sizes(self) -> dict[str, Any]:
-        """Arguments of ``init_mesh``: the number of ranks in each kind of group."""
-        return {
-            "sequence_parallel": self.sequence_parallel_size,
-            "tensor_parallel": self.tensor_parallel_size,
-            "expert_parallel": self.expert_parallel_size,
-            "pipeline_parallel": self.pipeline_parallel_size,
-            "replicate": self.data_parallel_replicate,
-        }
-
-    @property
     def token_route(self) -> TokenRoute | None:
         """The parsed --route; None if all blocks see all tokens and nothing is fused."""
         if self.route is None:

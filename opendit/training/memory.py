@@ -18,7 +18,7 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -196,19 +196,19 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
         return max(stages, key=lambda needs: needs.total)
-    if setup.encoders:
-        needs = estimate(config, replace(setup, encoders=0), batch)
-        return replace(needs, states=needs.states | {"encoders": setup.encoders})
-    if setup.networks > 1:
-        needs = estimate(config, replace(setup, networks=1), batch)
-        states, host = ({name: setup.networks * n for name, n in of.items()} for of in (needs.states, needs.host))
-        return replace(needs, states=states, host=host)
-    if setup.muon is not None:
-        return _with_muon(config, setup, estimate(config, replace(setup, muon=None), batch))
+    fsdp = setup.plugin == "fsdp"
+    needs = _offloaded(_estimate_fsdp(config, setup, batch), setup) if fsdp else _estimate_whole(config, setup, batch)
+    needs = _streamed(needs, config, setup)
     if setup.eight_bits:
-        return _in_eight_bits(config, setup, estimate(config, replace(setup, eight_bits=False), batch))
-    if setup.plugin == "fsdp":
-        return _streamed(_offloaded(_estimate_fsdp(config, setup, batch), setup.offloaded), config, setup)
+        needs = _in_eight_bits(config, setup, needs)
+    if setup.muon is not None:
+        needs = _with_muon(config, setup, needs)
+    states, host = ({name: setup.networks * n for name, n in of.items()} for of in (needs.states, needs.host))
+    return replace(needs, states=states | ({"encoders": setup.encoders} if setup.encoders else {}), host=host)
+
+
+def _estimate_whole(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
+    """Estimate the memory of ddp, zero2 and gemini."""
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
     trained = trained_count(config, setup)
     parameters = model + (0 if setup.lora is None else trained)
@@ -219,7 +219,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         numbers, stored, _ = stored_weights(config, setup)
         states = {"weights": 4 * (parameters - numbers) + stored, "gradients": fp32, "moments": 2 * fp32}
         states |= {"averages": averages} | ({"cast weights": size * (parameters - numbers)} if setup.autocast else {})
-        return _streamed(Estimate(states, sum(_activations(config, setup, batch)), 0, 0), config, setup)
+        return Estimate(states, sum(_activations(config, setup, batch)), 0, 0)
     weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
@@ -228,20 +228,21 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     others, block = _activations(config, setup, batch)
     own = gradients * held_counts(config, setup)[1] / model  # gradients of this block, not computed yet
     last = max(0, block - own)
-    needs = Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
-    return _streamed(needs, config, setup)
-
-
-@functools.cache
-def _stored_weights(config: DiTConfig, kind: str) -> tuple[int, int, int]:
-    shapes = [shape for name, shape in model_shapes(config)[0].items() if is_stored(name, shape)]
-    numbers, sizes = sum(map(math.prod, shapes)), (rows * row_bytes(kind, width) for rows, width in shapes)
-    return numbers, sum(sizes), max(map(math.prod, shapes))
+    return Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
 
 
 def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
     """Return how many weights --base_precision compresses, their bytes, and the largest tensor's number of weights."""
-    return (0, 0, 0) if setup.base_precision == "bf16" else _stored_weights(config, setup.base_precision)
+    return _stored_weights(config, setup.base_precision)
+
+
+@functools.cache
+def _stored_weights(config: DiTConfig, kind: str) -> tuple[int, int, int]:
+    if kind == "bf16":
+        return 0, 0, 0
+    shapes = [shape for name, shape in model_shapes(config)[0].items() if is_stored(name, shape)]
+    numbers, sizes = sum(map(math.prod, shapes)), (rows * row_bytes(kind, width) for rows, width in shapes)
+    return numbers, sum(sizes), max(map(math.prod, shapes))
 
 
 def saved(config: DiTConfig, setup: Setup) -> int:
@@ -359,7 +360,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         last_block = max(0, last_block - size * trained * block / model)  # this block's gradients do not exist yet
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
     states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
-    float8 = block_float8(config, setup) if setup.gathers_float8 else 0
+    float8 = plan_of(config).kept(config, setup.execution).weights if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
     # A block's unit does not include divided experts. Each rank keeps its experts until the backward pass.
@@ -431,8 +432,8 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
     return replace(needs, states=states, host=host)
 
 
-def _offloaded(needs: Estimate, offload: str) -> Estimate:
-    host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
+def _offloaded(needs: Estimate, setup: Setup) -> Estimate:
+    host = {name: size for name, size in needs.states.items() if name in OFFLOADED[setup.offloaded]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
     return replace(needs, states=states, host=host)
@@ -465,10 +466,6 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     largest = max(0, int(room // (one.activations - fixed.activations)))
     # So many samples fit at the beginning of the backward pass. The end may need more memory.
     return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
-
-
-def block_float8(config: DiTConfig, setup: Setup) -> float:
-    return plan_of(config).kept(config, setup.execution).weights
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
@@ -596,11 +593,7 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
     return f"{text}; the GPU has {capacity / GIB:.1f}, {room}"
 
 
-if TYPE_CHECKING:
-    from opendit.training.memory import Setup
-
-
-def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Setup"]]:
+def stage_setups(config: DiTConfig, setup: Setup) -> list[tuple[DiTConfig, Setup]]:
     """Return a configuration and a setup for each pipeline rank: its stages' layers, with all micro-batches in
     flight."""
     ranks, found = setup.pipeline_parallel, []
@@ -674,7 +667,8 @@ def save_buffers(config: DiTConfig, setup: Setup) -> float:
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:
     """Raise ValueError if this machine's memory is too small for the state that ``ranks`` processes offload or save."""
-    state = estimate(config, setup, batch).host_total
+    host = lambda offload: estimate(config, replace(setup, offload=offload), batch).host_total  # noqa: E731
+    state = host(setup.offload)
     buffers = save_buffers(config, setup) if saves else 0
     needed, there = ranks * (state + buffers), host_memory()
     if not state or needed <= USABLE_OF_A_HOST * there:
@@ -683,8 +677,8 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
     if setup.streamed:
         room = USABLE_OF_A_HOST * there / ranks - buffers
         every = [f"{BLOCKS}:{count}" for count in range(1, config.depth + 1)]
-        less = [*[other for other in every if _host_total(config, setup, batch, other) <= room][-1:], *less]
-    fixes = [f"--offload {other}" for other in less if _host_total(config, setup, batch, other) < state]
+        less = [*[other for other in every if host(other) <= room][-1:], *less]
+    fixes = [f"--offload {other}" for other in less if host(other) < state]
     fixes += ["--no_save"] * (saves and ranks * state <= USABLE_OF_A_HOST * there) + ["more machines"]
     raise ValueError(
         f"--offload {setup.offload}: keeps {ranks * state / GIB:,.1f} GiB in host memory"
@@ -692,7 +686,3 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
         + f" and of the {there / GIB:,.1f} GiB of this machine {USABLE_OF_A_HOST:.0%} can be used; take "
         + " or ".join(fixes)
     )
-
-
-def _host_total(config: DiTConfig, setup: Setup, batch: int, offload: str) -> float:
-    return estimate(config, replace(setup, offload=offload), batch).host_total

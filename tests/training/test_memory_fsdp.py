@@ -14,7 +14,7 @@ from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config
 from opendit.models.finetuning import Lora, add_lora
-from opendit.models.zoo import build_model, model_config
+from opendit.models.zoo import build_model, model_config, plan_of
 from opendit.parallel.fsdp import Sharding, float8_weights
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.training.memory import (
@@ -25,7 +25,6 @@ from opendit.training.memory import (
     Estimate,
     Setup,
     advice,
-    block_float8,
     describe,
     estimate,
     largest_batch,
@@ -222,7 +221,7 @@ def test_float8_weights_take_a_byte_where_they_are_gathered_and_another_on_their
         model = build_model(config).use(ops=chosen({FLOAT8}))
     shapes = {name: math.prod(parameter.shape) for name, parameter in model.named_parameters()}
     float8 = sum(shapes[name] for name in float8_weights(model))
-    assert float8 == config.depth * block_float8(config, Setup(fp8=True))
+    assert float8 == config.depth * plan_of(config).kept(config, Setup(fp8=True).execution).weights
     setup = Setup("fsdp", "bf16", 4, fp8=True, reshard="never")
 
     def needs(**changes) -> Estimate:
