@@ -326,24 +326,15 @@ def check_address(address: str, flag: str = "--data_path") -> None:
         raise ValueError(f"{shown}: names no bucket; give {kind}://BUCKET/FOLDER or {kind}://BUCKET/train.tar")
 
 
-def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
-    """Return the (path, weight) pairs in ``A:0.7,B:0.3``; None for any other form, or for an existing file."""
-    found = [re.fullmatch(r"\s*(.+):([-+.0-9eE]+)\s*", part) for part in data_path.split(",")]
-    sources = [one for one in found if one is not None]
-    if len(found) < 2 or len(sources) < len(found) or os.path.exists(data_path):
-        return None
-    return [(one[1], one[2]) for one in sources]
-
-
-def check_inline(data_path: str, flag: str = "--data_path") -> None:
-    """Check a blend such as ``A:0.7,B:0.3``. Other strings and existing paths are accepted unchecked. Raises ValueError
-    if a source has no weight above 0, appears twice, is ``mock``, or is itself a blend."""
+def inline_sources(data_path: str, flag: str = "--data_path") -> list[tuple[str, str]] | None:
+    """Return the (path, weight) pairs in ``A:0.7,B:0.3``; None for any other form, or for an existing file. Raises
+    ValueError if a source has no weight above 0, appears twice, is ``mock``, or is itself a blend."""
     parts = [part.strip() for part in data_path.split(",")]
     found = [re.fullmatch(r"(.+):([^/:]*)", part) for part in parts]
     if len(parts) < 2 or os.path.exists(data_path) or not any(one and _is_number(one[2]) for one in found):
-        return
+        return None
     example = "write SOURCE:WEIGHT,SOURCE:WEIGHT, as pictures:0.7,more.csv:0.3"
-    paths = []
+    sources = []
     for part, one in zip(parts, found, strict=True):
         if one is None:
             raise ValueError(f"{flag} {data_path}: {part or 'a source without a name'} has no weight; {example}")
@@ -357,9 +348,10 @@ def check_inline(data_path: str, flag: str = "--data_path") -> None:
             raise ValueError(f"{flag} {data_path}: mock has random latents, and can't be blended; leave it out")
         if Path(path).suffix.lower() in (".yaml", ".yml"):
             raise ValueError(f"{flag} {data_path}: {path} is a blend of its own; list its sources here")
-        paths.append(path)
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise ValueError(f"{flag} {data_path}: names the source {twice} twice; give it once, with a larger weight")
+        if path in dict(sources):
+            raise ValueError(f"{flag} {data_path}: names the source {path} twice; give it once, with a larger weight")
+        sources.append((path, weight))
+    return sources
 
 
 def _is_number(text: str) -> bool:

@@ -19,7 +19,7 @@ from opendit.config.checks import (
 from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
 from opendit.config.flags import BATCH, FPS, FRAMES, SCALE, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
-from opendit.config.names import BASE_PRECISIONS, FOREIGN_FORMS, check_inline, named_sources
+from opendit.config.names import BASE_PRECISIONS, FOREIGN_FORMS, inline_sources, named_sources
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
@@ -203,7 +203,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
         options["shard_size"] = read_size(options["shard_size"], "--shard_size")
         check_writable(options["output"], "--output")
     elif command == "look":
-        check_inline(options["data_path"], "DATA")
+        inline_sources(options["data_path"], "DATA")  # raises its errors
         check_data(options["data_path"], "DATA")
         if options["data_path"] in named_sources():
             reject_unused(given, {"energon_cooker": f"does nothing with DATA {options['data_path']}"})
@@ -310,6 +310,6 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
         check_exists(options["repa"], "--repa", "the folder of a vision transformer")
     if encoder == "bytes":
         raise ValueError("--text_encoder bytes: is trained with the model, so it can't be cached; leave it out")
-    check_inline(data)
+    inline_sources(data)
     check_data(data, "--data_path")
     check_writable(options["output"], "--output")

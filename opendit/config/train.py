@@ -56,8 +56,8 @@ from opendit.config.names import (
     OWN_ATTENTION,
     PLUGINS,
     PYTHON,
-    check_inline,
     check_precision,
+    inline_sources,
     named_sources,
 )
 from opendit.config.parallel_sizes import (
@@ -136,7 +136,7 @@ class TrainConfig(
         """
         check_values(self)
         for name in ("data_path", "validate_path"):
-            check_inline(getattr(self, name) or "", f"--{name}")
+            inline_sources(getattr(self, name) or "", f"--{name}")  # raises its errors
         flags = self._fetched()._resolve_public()
         flags = replace(flags, model=canonical_name(flags.model))
         if flags.given_frames is not None:

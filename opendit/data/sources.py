@@ -22,7 +22,6 @@ from opendit.config.names import (
     SOURCES,
     TABLES,
     check_address,
-    check_inline,
     data_path_help,
     inline_sources,
     is_address,
@@ -111,7 +110,6 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
         raise ValueError(f"--image_size {image_size}: not positive; give 1 or more")
     named = named_sources().get(data_path)
     if inline_sources(data_path):
-        check_inline(data_path)
         named = BLENDS
     elif is_address(data_path):
         check_address(data_path)
