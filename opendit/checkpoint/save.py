@@ -29,7 +29,7 @@ from opendit.common.tensor_files import DTYPES, write_file, write_tensors
 from opendit.config.names import BEST, SHARDS, WHOLE
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.host_memory import HostMemory
-from opendit.parallel.layout import Layout, Shard
+from opendit.parallel.layout import Shard
 from opendit.parallel.mesh import ControlGroup
 from opendit.parallel.supervisor import CLOSING
 
@@ -174,12 +174,6 @@ class WholeTensorFiles:
 # ------------------------------------------------------------------------------------------ files of shards
 
 
-def written_part(layout: Layout, name: str) -> Shard:
-    """Return the slice of a parameter that this rank writes. Ranks with equal shards divide their shard evenly."""
-    holders = layout.replicas(name)
-    return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
-
-
 def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
@@ -197,7 +191,10 @@ class ShardFiles:
         weights = [tensor_set.MODEL_SET, *tensor_set.average_sets(ema.decays)]
         self.averages = [name + SHARDS for name in weights[1:]]
         self._weights, self._sets = weights, [*weights, *MOMENTS]
-        self._parts = {name: written_part(engine.layout, name) for name in engine.shapes}
+        # the slices that this rank writes: ranks with equal shards divide their shard evenly
+        holders = {name: engine.layout.replicas(name) for name in engine.shapes}
+        places = {name: (ranks.index(self.mesh.rank), len(ranks)) for name, ranks in holders.items()}
+        self._parts = {name: engine.layout.local(name).flat_part(*place) for name, place in places.items()}
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
         moments = {name: engine.moments_of(name) for name in engine.shapes}

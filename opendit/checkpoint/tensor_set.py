@@ -415,7 +415,8 @@ def write_weights(
     kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
     stem = output.name.removesuffix(WHOLE)
-    index, old = output.with_name(stem + PARTS), parts_of(output)
+    number = "[0-9]" * 5
+    index, old = output.with_name(stem + PARTS), sorted(output.parent.glob(f"{stem}-{number}-of-{number}{WHOLE}"))
     if len(groups) == 1:
         with replacing(output) as new:
             write_tensors(new, state, metadata, kinds)
@@ -432,12 +433,6 @@ def write_weights(
     written = [output.with_name(name) for name in names]
     _remove([output, *(path for path in old if path not in written)])
     return [index, *written]
-
-
-def parts_of(output: Path) -> list[Path]:
-    """Return the files STEM-?????-of-?????.safetensors in the folder of ``output``, STEM.safetensors."""
-    number = "[0-9]" * 5
-    return sorted(output.parent.glob(f"{output.name.removesuffix(WHOLE)}-{number}-of-{number}{WHOLE}"))
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:

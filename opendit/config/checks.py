@@ -9,7 +9,6 @@ import itertools
 import os
 import tempfile
 from collections.abc import Collection
-from importlib.util import find_spec
 from pathlib import Path
 
 from opendit.common import hub
@@ -31,24 +30,12 @@ def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[s
     return "fp32", [f"precision: fp32, because there is no GPU (the default {precision} needs one)"]
 
 
-def check_interval(interval: list[float]) -> None:
-    if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
-        given = " ".join(f"{level:g}" for level in interval)
-        raise ValueError(f"--cfg_interval {given}: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH")
-
-
 def check_workers(number: int, asked_for: bool) -> None:
     """Raise OnThisMachine if the user asked for more than 4 loader processes per CPU core. 16 are always allowed."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(16, 4 * cores)
     if asked_for and number > most:
         raise OnThisMachine(f"--num_workers {number}: this machine has {cores} CPU cores; use {most} at most")
-
-
-def check_loggers(names: list[str]) -> None:
-    for name in names:
-        if find_spec(name) is None:
-            raise ValueError(f"--log_to {name}: needs the package {name}; pip install {name}")
 
 
 def check_writable(folder: str, flag_name: str) -> None:

@@ -224,17 +224,6 @@ def page(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def examples_of(doc: str) -> list[str]:
-    """Return the commands in a program's docstring."""
-    return [line.strip() for line in doc.splitlines() if COMMAND.match(line)]
-
-
-def about_of(doc: str) -> str:
-    """Join the paragraphs of a program's docstring that hold no commands."""
-    paragraphs = [part for part in doc.split("\n\n") if not any(map(COMMAND.match, part.splitlines()))]
-    return " ".join(" ".join(paragraphs).replace("``", "").split())
-
-
 def started_as(program: str, example: str) -> str:
     """Rewrite an example to the form in which the program was started, such as ``opendit train``."""
     if not program.startswith("opendit "):
@@ -277,9 +266,13 @@ class CommandLine(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, doc: str = "", examples: Sequence[str] | None = None, **options: Any):
-        options = {"allow_abbrev": False, "add_help": False, "description": about_of(doc), **options}
+        # paragraphs without commands describe the program
+        about = [part for part in doc.split("\n\n") if not any(map(COMMAND.match, part.splitlines()))]
+        described = " ".join(" ".join(about).replace("``", "").split())
+        options = {"allow_abbrev": False, "add_help": False, "description": described, **options}
         super().__init__(prog, **options)
-        self.examples = examples_of(doc) if examples is None else examples
+        commands = [line.strip() for line in doc.splitlines() if COMMAND.match(line)]
+        self.examples = commands if examples is None else examples
         self.add_argument("--help", action=_Help, nargs="?", default=argparse.SUPPRESS, help="show this and end")
         # A word with a single dash is a value, such as -inf or a negative number, because all flags have two dashes.
         self._negative_number_matcher = re.compile("-[^-]")

@@ -48,7 +48,6 @@ from opendit.config.names import (
     RESHARD,
     SEQUENCE_TYPES,
     data_path_help,
-    plugin_help,
 )
 from opendit.config.parallel_sizes import check_sequence_parallel, environment_world_size
 
@@ -525,7 +524,12 @@ class PluginFlags(Flags):
         "whose figures auto and --dry_run count with: a file of python -m opendit.cli.links, or H200, H100, ...",
         unit="name",
     )
-    plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS), common="what shards the state")
+    plugin: str = flag(
+        "zero2",
+        "Colossal-AI plugin; " + "; ".join(f"{name}: {plugin.summary}" for name, plugin in PLUGINS.items()),
+        choices=tuple(PLUGINS),
+        common="what shards the state",
+    )
     tensor_parallel_size: int = flag(
         1, "processes that divide every layer of the model", **between(1, 4096, "processes")
     )

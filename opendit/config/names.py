@@ -200,10 +200,6 @@ PLUGINS = {
 }
 
 
-def plugin_help() -> str:
-    return "Colossal-AI plugin; " + "; ".join(f"{name}: {plugin.summary}" for name, plugin in PLUGINS.items())
-
-
 def check_precision(plugin: str, precision: str) -> None:
     works = PLUGINS[plugin].precisions
     if precision not in works:

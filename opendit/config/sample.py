@@ -15,7 +15,6 @@ from typing import ClassVar
 from opendit.config.architectures import canonical_name
 from opendit.config.checks import (
     check_file,
-    check_interval,
     check_no_folder,
     check_output_file,
     check_vae,
@@ -330,8 +329,9 @@ class SampleConfig(
 
     def resolve(self, world_size: int, has_gpu: bool) -> tuple["SampleConfig", list[str]]:
         """Check all flags, and fill in values that depend on the hardware; see :meth:`TrainConfig.resolve`."""
-        if self.cfg_interval:
-            check_interval(self.cfg_interval)
+        if (levels := self.cfg_interval) and (len(levels) != 2 or not 0 <= levels[0] < levels[1]):
+            given = " ".join(f"{level:g}" for level in levels)
+            raise ValueError(f"--cfg_interval {given}: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH")
         check_values(self)
         self = replace(self, ckpt=fetched(self.ckpt, "--ckpt", self.download))
         precision, notes = resolve_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)

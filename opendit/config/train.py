@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,6 @@ from opendit.config.architectures import (
 from opendit.config.checks import (
     check_data,
     check_exists,
-    check_loggers,
     check_rate,
     check_vae,
     check_weights,
@@ -441,7 +441,8 @@ class TrainConfig(
         if self.repa not in (None, component.CACHED_FEATURES):
             check_exists(self.repa, "--repa", "the folder of a vision transformer")
         if self.dry_run is None:
-            check_loggers(self.loggers)
+            if missing := next((name for name in self.loggers if find_spec(name) is None), None):
+                raise ValueError(f"--log_to {missing}: needs the package {missing}; pip install {missing}")
             read_prompts(self.sample_prompts, "--sample_prompts")
             if self.pretrained is not None:
                 check_weights(self.pretrained, "--pretrained", pipeline=True)

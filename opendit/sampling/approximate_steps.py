@@ -51,15 +51,12 @@ def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: S
     the model changes. levels: the steps' noise levels."""
     first = [i for i, start in enumerate(starts) if start]
     runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
-    return [step for run in runs for step in _plan_run(approximations, run, levels)]
-
-
-def _plan_run(approximations: Approximations, run: range, levels: Sequence[float]) -> list[Step]:
-    if isinstance(approximations.cache, TaylorCache):
-        return _plan_taylor(approximations.cache, run, [levels[i] for i in run])
-    if isinstance(approximations.cache, FirstBlockCache):
-        return [Step(Mode(blocks=ALL if i == run[0] else FIRST)) for i in run]
-    return [Step(Mode(null=(i - run[0]) % approximations.guidance_every == 0)) for i in run]
+    cache, every = approximations.cache, approximations.guidance_every
+    if isinstance(cache, TaylorCache):
+        return [step for run in runs for step in _plan_taylor(cache, run, [levels[i] for i in run])]
+    if isinstance(cache, FirstBlockCache):
+        return [Step(Mode(blocks=ALL if i == run[0] else FIRST)) for run in runs for i in run]
+    return [Step(Mode(null=(i - run[0]) % every == 0)) for run in runs for i in run]
 
 
 def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> list[Step]:

@@ -287,7 +287,11 @@ class Pipeline:
         with self._arithmetic():
             y, null, plan = self._resolve(what, settings)
             engine, index, drawn = self._engine(plan), torch.arange(len(y)), []
-            given = self._conditioning_frames(plan["size"], image, clip, clip_frames)
+            info = self.weights.info
+            media: dict[str, Any] = dict(image=image, clip=clip, frames=clip_frames, path=str(self.weights.path))
+            media |= dict(interval=info.get("frame_interval", 1), fps=info.get("fps"))
+            with arguments_named():
+                given = encode_frames(self.config, self.codec, plan["size"], self.device, **media)
             y = with_pictures(y, encode_pictures(getattr(self.conditioner, "pictures", None), image, clip), index)
             total = steps * math.ceil(len(y) / batch_size)
             title = engine.approximations.note.partition(": ")[0] or None
@@ -311,12 +315,6 @@ class Pipeline:
                     drawn += self.decode(latents)
         return drawn
 
-    def _conditioning_frames(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:
-        media = dict(image=image, clip=clip, frames=frames, interval=self.weights.info.get("frame_interval", 1))
-        media["fps"] = self.weights.info.get("fps")
-        with arguments_named():
-            return encode_frames(self.config, self.codec, size, self.device, path=str(self.weights.path), **media)
-
     def _resolve(
         self, what: int | str | Sequence[int | str], settings: "DrawSettings"
     ) -> tuple[Condition, Condition, dict[str, Any]]:
@@ -328,7 +326,12 @@ class Pipeline:
         if isinstance(what, numbers.Integral):
             what = int(what)  # converts NumPy integers, too
         with arguments_named():
-            latents = self._latent_size(settings.size, settings.frames)
+            if settings.frames is not None:
+                if not self.config.is_video:
+                    raise ValueError(f"frames: {self.weights.path} draws pictures; leave it out")
+                check_number("frames", settings.frames, 1, 16_384, int)
+            place = self.codec.name, settings.frames, settings.size
+            latents = loading.latent_size(self.config, self.weights, *place)
             sampler = self.objective.choose(settings.sampler or self.weights.info.get("sampler"))
             loading.check_guidance(
                 self.config,
@@ -387,14 +390,6 @@ class Pipeline:
                 yield
         finally:
             torch.set_float32_matmul_precision(before)
-
-    def _latent_size(self, size: int | tuple[int, int] | None, frames: int | None) -> tuple[int, ...]:
-        """Return the size of the latents. Raises ValueError for a size that the model can't draw."""
-        if frames is not None:
-            if not self.config.is_video:
-                raise ValueError(f"frames: {self.weights.path} draws pictures; leave it out")
-            check_number("frames", frames, 1, 16_384, int)
-        return loading.latent_size(self.config, self.weights, self.codec.name, frames, size)
 
     def _conditions(self, what: int | str | Sequence[int | str]) -> Condition:
         """Return the conditions of all samples, one row each."""

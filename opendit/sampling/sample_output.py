@@ -56,7 +56,10 @@ def open_output(run: SamplingRun) -> "SampleOutput":
         resumes = False
         weights = digest_of_weights(run) if mesh.is_main or mesh.tp_size > 1 else ""
         if mesh.is_main:
-            job = job_of(run, weights)
+            shape, count = pixel_shape(run), len(run.choices)
+            size = sample_cache.samples_a_part(count, flags.batch_size, math.prod(shape))
+            kept = count if flags.npz else SHEET_CLIPS if run.model.config.is_video else GRID_PICTURES
+            job = sample_cache.SamplingJob(settings_of(run, weights), count, kept, shape, size)
             try:
                 earlier = None if flags.overwrite else sample_cache.find_unfinished_job(output)
                 resumes = earlier is not None
@@ -261,15 +264,6 @@ def writer_threads(mesh: Mesh) -> int:
     return min(8, max(1, cores // here))
 
 
-def job_of(sampling: SamplingRun, weights: str) -> sample_cache.SamplingJob:
-    """Return the sampling job of a run. weights: result of :func:`digest_of_weights`."""
-    shape, count = pixel_shape(sampling), len(sampling.choices)
-    size = sample_cache.samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
-    on_sheet = SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
-    kept = count if sampling.flags.npz else on_sheet
-    return sample_cache.SamplingJob(settings_of(sampling, weights), count, kept, shape, size)
-
-
 def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     """Return the shape of a decoded sample: (H, W, 3), or (T, H, W, 3) for a clip. Grey pictures become RGB."""
     codec, (*frames, height, width) = sampling.codec, sampling.size
@@ -377,10 +371,6 @@ def weighted_sum(words: Tensor) -> int:
     for start in range(0, len(words), size):
         part = words[start : start + size]
         total += torch.mul(part, factors[: len(part)], out=products[: len(part)]).sum()
-        total += part.sum(dtype=torch.int64) * _signed(start * ODD)
+        # the int64 that equals start * ODD modulo 2^64
+        total += part.sum(dtype=torch.int64) * ((start * ODD + (1 << 63)) % (1 << 64) - (1 << 63))
     return int(total.item())
-
-
-def _signed(value: int) -> int:
-    """Return the int64 that equals ``value`` modulo 2^64."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

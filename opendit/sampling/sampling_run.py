@@ -193,7 +193,8 @@ def _load(
         if getattr(flags, name) and loaded.vae == "none":
             raise ValueError(f"--{name}: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
     size = loading.latent_size(config, weights, loaded.vae, flags.num_frames, flags.image_size)
-    if is_endless(config, size, mesh.device) and {"num_frames", "image_size"}.isdisjoint(flags.given):
+    long = config.is_video and mesh.device.type == "cpu" and math.prod(config.grid_of(size)) > 4096
+    if isinstance(config, PublicConfig) and long and {"num_frames", "image_size"}.isdisjoint(flags.given):
         raise ValueError(
             f"--num_frames: {weights.path} draws clips of {times(size)} latents by default, which takes hours without "
             "a GPU; give --num_frames and --image_size"
@@ -282,12 +283,6 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
     loading.check_text_encoder(flags.text_encoder, flags.text_precision, config, weights)
     if flags.cfg_channels is not None and flags.cfg_channels > config.in_channels:
         raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels; lower it")
-
-
-def is_endless(config: DiTConfig, size: tuple[int, ...], device: torch.device) -> bool:
-    """Return True if a public model would draw clips of ``size`` latents for hours, because there is no GPU."""
-    long = math.prod(config.grid_of(size)) > 4096
-    return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu" and long
 
 
 def samples_at_once(flags: "SampleConfig") -> int:

@@ -1,6 +1,7 @@
 """Build a prepared run: model, engine, averages, runner, log, data loader and checkpoints."""
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import load_checkpoint
 from opendit.checkpoint.run_folders import ENDED
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
-from opendit.common.safe_files import WriteFailures
+from opendit.common.safe_files import WriteFailures, write_whole
 from opendit.common.utils import collection_paused
 from opendit.config.flags import to_dict
 from opendit.config.names import BUT_ATTENTION, PLUGINS
@@ -33,7 +34,7 @@ from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.training.diagnosis import Diagnosis, SkippedSteps
 from opendit.training.drawing import EMASampler, SampleGrids
-from opendit.training.interrupt import Interrupt, begin_run, write_end
+from opendit.training.interrupt import Interrupt, begin_run
 from opendit.training.memory import GIB, USABLE_OF_A_HOST, host_memory
 from opendit.training.micro_batch import Packing, SampleInputs
 from opendit.training.monitor import LOGGERS, Monitor, Pace, StepLog
@@ -83,6 +84,9 @@ def build_model_and_engine(run: Run) -> Engine:
     streamed = StreamedBlocks(model, count, mesh.device) if count else None
     if not cut:
         allocate(model, mesh.device)
+    muon = None
+    if flags.optimizer == "muon":
+        muon = MuonSettings(matrix_rows(run.model_config), flags.muon_momentum, PRECISIONS[flags.muon_precision])
     engine = build_engine(
         model.train(),
         mesh,
@@ -97,20 +101,13 @@ def build_model_and_engine(run: Run) -> Engine:
         offload=flags.offloaded_state,
         streamed=streamed,
         initial=initial,
-        muon=muon_settings(run),
+        muon=muon,
         eight_bits=flags.optimizer == "adamw8bit",
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if run.lora is not None and not cut and not recomputed and run.kernels.ops.float8:
         keep_weights(model)  # costs no memory: the backward pass needs all casts anyway
     return engine
-
-
-def muon_settings(run: Run) -> MuonSettings | None:
-    flags = run.flags
-    if flags.optimizer != "muon":
-        return None
-    return MuonSettings(matrix_rows(run.model_config), flags.muon_momentum, PRECISIONS[flags.muon_precision])
 
 
 def open_monitor(run: Run, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
@@ -284,7 +281,8 @@ def recorded_end(run: Run, supervisor: Supervisor) -> Iterator[None]:
     def write(failed: bool, why: str | None = None) -> None:
         how = {name: name == why for name in ("stopped", "hours_up")}
         with failures.survive(ENDED, run.done):
-            write_end(run.folder, run.done, done=run.done >= run.last_step, **how, failed=failed)
+            ended = {"step": run.done, "done": run.done >= run.last_step, **how, "failed": failed}
+            write_whole(run.folder / ENDED, (json.dumps(ended) + "\n").encode(), root=run.folder)
 
     with failures.survive(ENDED):
         begin_run(run.folder)

@@ -302,7 +302,8 @@ def make_schedule(
         bucket_tokens=flags.bucket_tokens,
         pack_tokens=flags.pack_tokens,
         caption_tokens=config.caption_tokens,
-        attention=attention_length(config),
+        # the sequence length at which attention takes as many FLOPs as the linear layers
+        attention=config.hidden_size * (2 + config.mlp_ratio),
     )
 
 
@@ -319,11 +320,6 @@ def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, 
         return None
     within = (global_batch // parts) % flags.batch_size == 0
     return parts if within and (experts == 1 or flags.grad_accumulation % parts == 0) else None
-
-
-def attention_length(config: DiTConfig) -> float:
-    """Return the sequence length at which attention takes as many FLOPs as the linear layers."""
-    return config.hidden_size * (2 + config.mlp_ratio)
 
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:

@@ -68,7 +68,9 @@ class Diagnosis:
         for rank, text in enumerate(reports):
             if text is not None:
                 return f"on rank {rank} {text}" if len(reports) > 1 else text
-        finite = f"the forward passes of the step{self._last_few()} are finite"
+        parts = self.micro_batches
+        few = f"'s last {KEPT} of {parts} micro-batches" if parts > KEPT else ""
+        finite = f"the forward passes of the step{few} are finite"
         if not gradients:
             return finite
         names = self._channel.gather(self._look_backward())
@@ -81,10 +83,6 @@ class Diagnosis:
         if any(each is None for each in names):
             return f"{finite}; the gradients are not"
         return f"{finite}, and so are their gradients when they are recomputed"
-
-    def _last_few(self) -> str:
-        parts = self.micro_batches
-        return "" if parts <= KEPT else f"'s last {KEPT} of {parts} micro-batches"
 
     def _look_forward(self) -> str | None:
         """Repeat this rank's forward passes. Describe the first non-finite tensor, or return None."""

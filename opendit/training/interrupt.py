@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from opendit.checkpoint.run_folders import ENDED
-from opendit.common.safe_files import remove, write_whole
+from opendit.common.safe_files import remove
 from opendit.common.stages import process_seconds
 from opendit.data import DataError
 from opendit.parallel.mesh import ControlGroup, Mesh
@@ -139,12 +139,6 @@ def begin_run(folder: Path) -> None:
         remove(folder / ENDED, root=folder)
     if path := os.environ.get(RUN_FOLDER_FILE):
         Path(path).write_text(f"{folder}\n", encoding="utf-8")
-
-
-def write_end(folder: Path, step: int, **how: bool) -> None:
-    """Write ended.json: the last step, and one of the reasons ``done``, ``stopped`` (by a signal), ``hours_up``,
-    ``failed``. Raises OSError."""
-    write_whole(folder / ENDED, (json.dumps({"step": step, **how}) + "\n").encode(), root=folder)
 
 
 def exit_code(folder: Path) -> int:

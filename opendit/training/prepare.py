@@ -30,7 +30,6 @@ from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.encoders.vision import CachedTeacher, PictureTokens, VisionTeacher
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models.conditioning import Condition
 from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
 from opendit.models.finetuning import A, Lora, lora_layers
@@ -131,7 +130,10 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     # A public model's text encoders may be larger than the model, so sample grids use cached embeddings.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
     conditioner = _conditioner(flags, config, dataset, mesh, drawn or bool(flags.sample_prompts))
-    prompts = _prompts(flags, conditioner)
+    prompts = None
+    if flags.sample_prompts and isinstance(conditioner, CaptionConditioner):
+        captions = read_prompts(flags.sample_prompts, "--sample_prompts")
+        prompts = captions, conditioner.encode(captions)
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
         conditioner.encoder = None  # frees memory for the model
     if mesh.is_main:
@@ -415,13 +417,6 @@ def _starting_weights(
         )
     lora = _lora(flags, config, initial, resume, notes) if flags.lora else None
     return config, dict(initial=initial, initial_config=initial_config, lora=lora)
-
-
-def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], Condition] | None:
-    if not flags.sample_prompts or not isinstance(conditioner, CaptionConditioner):
-        return None
-    captions = read_prompts(flags.sample_prompts, "--sample_prompts")
-    return captions, conditioner.encode(captions)
 
 
 def _lora(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from opendit.checkpoint.run_folders import newest_run
-from opendit.common.safe_files import RecordFile, WriteFailures
+from opendit.common.safe_files import WriteFailures
 from opendit.config.architectures import family_in
 from opendit.config.command_line import overridden
 from opendit.config.components import BatchFlags
@@ -347,7 +347,8 @@ def summarise(run: Run) -> None:
     if not run.flags.save:
         rows["checkpoint"] = "none (--no_save)"
     if (folder / "log.jsonl").is_file() and (folder / "log.jsonl").stat().st_size:
-        rows["log"] = str(folder / "log.jsonl") + lines_missing(monitor.log_file)
+        missing = monitor.log_file.lost + monitor.log_file.waiting
+        rows["log"] = f"{folder / 'log.jsonl'}" + f" ({missing} lines of it could not be written)" * (missing > 0)
     if seen := run.schedule.seen(step):
         rows["samples"] = ", ".join(
             f"{count:,} seen {times:,} x" for times, count in sorted(seen.items(), reverse=True)
@@ -402,8 +403,3 @@ def what_next(run: Run, step: int, newest: Path | None) -> str | None:
 
 def quote(path: str | Path) -> str:
     return shlex.quote(str(path))
-
-
-def lines_missing(log: RecordFile) -> str:
-    missing = log.lost + log.waiting
-    return f" ({missing} lines of it could not be written)" if missing else ""

@@ -341,7 +341,7 @@ class DrawingQueue:
         try:
             return self._draw(drawing)
         except Exception as error:
-            if not is_for_people(error):
+            if not isinstance(error, CancelledError | ValueError | OSError):  # a bug, not a message for users
                 traceback.print_exc(file=sys.stderr)
                 # The GPU may be out of memory, so the next request must load the model again.
                 self._choice = None
@@ -382,11 +382,6 @@ class DrawingQueue:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def is_for_people(error: BaseException) -> bool:
-    """Return True if the error's message is meant for users. Other errors are bugs in the program."""
-    return isinstance(error, CancelledError | ValueError | OSError)
 
 
 def without_traceback(error: BaseException) -> BaseException:
