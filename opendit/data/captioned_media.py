@@ -26,8 +26,6 @@ from opendit.common.safe_files import replacing
 from opendit.data.base import DataError, Medium, count_colours, count_media, of_picture
 from opendit.data.captions import count_texts, says_nothing
 from opendit.data.clips import open_clip
-from opendit.data.container_header import SUFFIXES as ANIMATIONS
-from opendit.data.container_header import is_animation
 from opendit.data.files import (
     CLIPS,
     Ignored,
@@ -43,7 +41,7 @@ from opendit.data.files import (
     retried_disk,
     suffix_of,
 )
-from opendit.data.picture_file import picture_suffixes, read_picture
+from opendit.data.picture_file import ANIMATION_SUFFIXES, is_animation, picture_suffixes, read_picture
 from opendit.data.processes import run_apart
 
 MAX_LINE = 2**20  # maximum characters of a line
@@ -86,7 +84,7 @@ class TableRow:
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
-        return (suffix in picture_suffixes() and suffix not in ANIMATIONS) or not is_animation(self.path)
+        return (suffix in picture_suffixes() and suffix not in ANIMATION_SUFFIXES) or not is_animation(self.path)
 
 
 class NoColumns(ValueError):

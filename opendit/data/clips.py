@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from opendit.data.base import ROUNDING, BadSample, Medium, Small, to_pixels
-from opendit.data.container_header import MAX_FRAMES, has_animation_format, problem_of_tables
+from opendit.data.container_header import MAX_FRAMES, problem_of_tables
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.picture_file import start_of_crop
+from opendit.data.picture_file import has_animation_format, start_of_crop
 from opendit.data.video_files import (
     OPENERS,
     AnimationReader,

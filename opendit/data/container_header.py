@@ -1,4 +1,4 @@
-"""Read headers of clips: check tables before FFmpeg uses them, find hidden borders, and count frames of animations.
+"""Read headers of clips: check tables before FFmpeg uses them, and find hidden borders.
 
 FFmpeg allocates at least 24 bytes for every sample in an MP4's tables. A damaged file of 2 KB can declare enough
 samples to exhaust memory. MP4 boxes are named as in ISO/IEC 14496-12, and H.264 fields as in ITU-T H.264, 7.3."""
@@ -6,15 +6,10 @@ samples to exhaust memory. MP4 boxes are named as in ISO/IEC 14496-12, and H.264
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from fractions import Fraction
-from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
-from PIL import Image
-
-from opendit.data.files import problem
 
 MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
 MAX_TABLES = 2**28  # maximum bytes of a file's tables; a 19-hour file needs a fifth
@@ -303,151 +298,6 @@ def _units(sample: bytes, length: int) -> Iterator[bytes]:
         at = end
 
 
-# Suffixes of files that may be still pictures or animations.
-SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
-_HEAD_BYTES = 64  # bytes at the start that identify a format
-_MOST_CHUNKS = 1 << 22  # maximum chunks or blocks to read from a file
-
-
-def has_animation_format(path: str) -> bool:
-    """Return True if a file's format can hold animations, even if the file is a still picture. Raises OSError."""
-    with open(path, "rb") as file:
-        return _format(file.read(_HEAD_BYTES)) is not None
-
-
-def is_animation(path: str | Path) -> bool:
-    """Return True if a file is an animation with more than one frame, False also if it can't be read."""
-    try:
-        if problem(path) is not None:
-            return False
-        with open(path, "rb") as file:
-            return is_animated(file)
-    except OSError:
-        return False
-
-
-def is_animated(file: BinaryIO) -> bool:
-    """Return True if an open file is an animation with more than one frame, False also if it is damaged."""
-    try:
-        return count_frames(file, 2) > 1
-    except Exception:  # Pillow raises errors of nearly any type
-        return False
-
-
-def _format(head: bytes) -> str | None:
-    if head[:6] in (b"GIF87a", b"GIF89a"):
-        return "GIF"
-    if head[:8] == b"\x89PNG\r\n\x1a\n":
-        return "PNG"
-    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return "WEBP"
-    if head[4:8] == b"ftyp" and b"avis" in head[8 : min(int.from_bytes(head[:4], "big"), _HEAD_BYTES)]:
-        return "AVIF"
-    return "FLIC" if head[4:6] in (b"\x11\xaf", b"\x12\xaf") and head[12:14] == b"\x08\0" else None
-
-
-@contextmanager
-def _from_start(file: BinaryIO) -> Iterator[str | None]:
-    """Yield a file's format, with the file at its start; None for a format without animations. Restore the position."""
-    at = file.tell()
-    file.seek(0)
-    kind = _format(file.read(_HEAD_BYTES))
-    file.seek(0)
-    try:
-        yield kind
-    finally:
-        file.seek(at)
-
-
-def count_frames(file: BinaryIO, most: int) -> int:
-    """Return the number of frames in a file; 0 for a still PNG or WebP, and for formats without animations. most: limit
-    for a GIF, PNG or WebP."""
-    with _from_start(file) as kind:
-        if kind in _WALKS:
-            return sum(1 for _, _ in zip(_WALKS[kind](file), range(most), strict=False))
-        if kind is None:
-            return 0
-        with Image.open(file, formats=("AVIF", "FLI")) as image:
-            return getattr(image, "n_frames", 1)
-
-
-def durations_of(file: BinaryIO) -> list[float] | None:
-    """Return each frame's display time in a GIF, PNG or WebP, in seconds; None for other formats."""
-    with _from_start(file) as kind:
-        return list(_WALKS[kind](file)) if kind in _WALKS else None
-
-
-def _gif(file: BinaryIO) -> Iterator[float]:
-    """Yield each image's display time in a GIF, in seconds. The block before an image has the time in 1/100 s."""
-    head = file.read(13)
-    file.seek(3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0, os.SEEK_CUR)
-    delay = 0
-    for _ in range(_MOST_CHUNKS):
-        kind = file.read(1)
-        if kind == b"!":
-            label = file.read(1)
-            for number, block in enumerate(_blocks(file)):
-                if label == b"\xf9" and number == 0 and len(block) >= 3:
-                    delay = struct.unpack_from("<H", block, 1)[0]
-        elif kind == b",":
-            head = file.read(9)
-            if len(head) < 9:
-                return
-            file.seek((3 << (head[8] & 7) + 1 if head[8] & 0x80 else 0) + 1, os.SEEK_CUR)
-            if not file.read(1):  # an image without data
-                return
-            file.seek(-1, os.SEEK_CUR)
-            yield delay / 100
-            delay = 0
-            for _ in _blocks(file):
-                pass
-        elif kind in (b"", b";"):
-            return
-
-
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    while (length := file.read(1)) not in (b"", b"\0"):
-        yield file.read(length[0])
-
-
-def _png(file: BinaryIO) -> Iterator[float]:
-    """Yield each frame's display time in an APNG, in seconds, from the fcTL chunks; nothing for a still PNG."""
-    file.seek(8)
-    left, animated = 0, False
-    for _ in range(_MOST_CHUNKS):
-        head = file.read(8)
-        if len(head) < 8:
-            return
-        length, kind = struct.unpack(">I4s", head)
-        if kind == b"acTL":
-            left, animated = int.from_bytes(file.read(4), "big"), True
-            length -= 4
-        elif kind == b"IEND" or kind == b"IDAT" and not animated or animated and not left:
-            return
-        elif kind == b"fcTL" and length == 26:
-            seconds, parts = struct.unpack_from(">HH", file.read(26), 20)
-            length, left = 0, left - 1
-            yield seconds / (parts or 100)
-        file.seek(length + 4, os.SEEK_CUR)
-
-
-def _webp(file: BinaryIO) -> Iterator[float]:
-    """Yield each frame's display time in a WebP, in seconds, from the ANMF chunks; nothing for a still WebP."""
-    file.seek(12)
-    for _ in range(_MOST_CHUNKS):
-        head = file.read(8)
-        if len(head) < 8:
-            return
-        kind, length = struct.unpack("<4sI", head)
-        length += length & 1
-        if kind == b"ANMF" and length >= 16:
-            frame = file.read(16)
-            length -= 16
-            yield int.from_bytes(frame[12:15], "little") / 1000
-        file.seek(length, os.SEEK_CUR)
-
-
-_WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
 Crop = tuple[int, int, int, int]  # columns to cut off at left and right, rows at top and bottom
 _READ = 1 << 16  # bytes to read from the start of a Matroska file
 _SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0

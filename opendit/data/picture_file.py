@@ -3,10 +3,13 @@
 import io
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -103,6 +106,41 @@ def picture_size(path: str, content: bytes | None = None) -> tuple[int, int]:
     """Return (height, width) of the upright picture, read from the file's header. Raises BadSample."""
     with opened_picture(path, content) as (_, image):
         return upright_size(image)
+
+
+# Suffixes of files that may be still pictures or animations, and Pillow's names of these formats.
+ANIMATION_SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
+_ANIMATIONS = ("GIF", "PNG", "WEBP", "AVIF", "FLI")
+# First bytes of formats that hold animations. A still AVIF begins otherwise.
+_SIGNATURES = re.compile(
+    rb"GIF8[79]a|\x89PNG\r\n\x1a\n|RIFF....WEBP|....ftyp(?:....)*?avis|....[\x11\x12]\xaf.{6}\x08\0", re.DOTALL
+)
+
+
+def has_animation_format(path: str) -> bool:
+    """Return True if a file's format can hold animations, even if the file is a still picture. Raises OSError."""
+    with open(path, "rb") as file:
+        return _SIGNATURES.match(file.read(64)) is not None
+
+
+def is_animation(path: str | Path) -> bool:
+    """Return True if a file is an animation with more than one frame, False also if it can't be read."""
+    try:
+        if problem(path) is not None:
+            return False
+        with PictureFile(str(path), TIME_LIMIT) as file:
+            return is_animated(file)
+    except OSError:
+        return False
+
+
+def is_animated(file: BinaryIO) -> bool:
+    """Return True if an open file is an animation with more than one frame, False also if it is damaged."""
+    try:
+        with Image.open(file, formats=_ANIMATIONS) as image:
+            return getattr(image, "is_animated", False)
+    except Exception:  # Pillow raises errors of nearly any type
+        return False
 
 
 @contextmanager

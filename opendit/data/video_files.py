@@ -36,7 +36,7 @@ from opendit.data.colours import (
     of_clip,
     unknown_matrix,
 )
-from opendit.data.container_header import MAX_FRAMES, Crop, begins_anew, container_crop, count_frames, durations_of
+from opendit.data.container_header import MAX_FRAMES, Crop, begins_anew, container_crop
 from opendit.data.files import TIME_LIMIT
 from opendit.data.picture_file import PictureFile, on_white, opened_picture, upright, upright_size
 
@@ -589,8 +589,8 @@ class AnimationReader:
         self._path, self._most_pixels = path, most_pixels
         with self._opened() as (file, image):
             self._first = int(bool(getattr(image, "default_image", False)))  # 1 skips a picture before the animation
-            self.length, self.declared = count_frames(file, MAX_FRAMES + 1), image.width * image.height
-            if self.length == 0:
+            self.length, self.declared = getattr(image, "n_frames", 1) - self._first, image.width * image.height
+            if self.length == 1 and image.format in ("PNG", "WEBP"):
                 raise ValueError("a still picture, not a clip")
             if self.length > MAX_FRAMES:
                 raise ValueError(f"more than {MAX_FRAMES:,} frames")
@@ -611,10 +611,8 @@ class AnimationReader:
     def durations(self) -> np.ndarray:
         """Each frame's seconds, (frames,) float64. A duration of at most 10 ms counts as 100 ms."""
         with self._opened() as (file, image):
-            found = durations_of(file)
-            if found is None:
-                found = [frame.info.get("duration", 0) / 1000 for frame in self._frames(file, image, self.length)]
-            durations = np.array(found[: self.length], np.float64)
+            found = [frame.info.get("duration", 0) / 1000 for frame in self._frames(file, image, self.length)]
+            durations = np.array(found, np.float64)
             return np.where(durations < _SHORTEST, _USUAL, durations)
 
     def read(self, indices: Sequence[int]) -> Tensor:

@@ -15,10 +15,8 @@ from opendit.common.utils import sha256_of
 from opendit.data.base import BadSample
 from opendit.data.captioned_media import read_table
 from opendit.data.clips import read_clip
-from opendit.data.container_header import SUFFIXES as ANIMATIONS
-from opendit.data.container_header import is_animation
 from opendit.data.files import CLIPS, Ignored, files_below, hash_files, name_few, printable, suffix_of
-from opendit.data.picture_file import center_crop, picture_suffixes, read_picture
+from opendit.data.picture_file import ANIMATION_SUFFIXES, center_crop, is_animation, picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import find_pictures
 from opendit.sampling.output_files import INDEX
 
@@ -197,7 +195,9 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
             files = list(files_below(str(path), CLIPS, Ignored()))
             if not files:
                 raise
-    clips = [suffix_of(file) in CLIPS or (suffix_of(file) in ANIMATIONS and is_animation(file)) for file in files]
+    clips = [
+        suffix_of(file) in CLIPS or (suffix_of(file) in ANIMATION_SUFFIXES and is_animation(file)) for file in files
+    ]
     return _files(path.name or str(path), files, clips, None, options)
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data.container_header import has_animation_format, problem_of_tables
+from opendit.data.container_header import problem_of_tables
+from opendit.data.picture_file import has_animation_format
 from opendit.data.video_files import look_up
 
 

@@ -32,10 +32,9 @@ from opendit.data.base import (
     of_picture,
 )
 from opendit.data.clips import as_file, clip_rate, open_clip
-from opendit.data.container_header import is_animated
 from opendit.data.files import Checksums, Ignored, allow_open_files, list_folder, name_few, printable
 from opendit.data.order import RowsByKey
-from opendit.data.picture_file import MAX_WHOLE_FILE, picture_suffixes, read_picture
+from opendit.data.picture_file import MAX_WHOLE_FILE, is_animated, picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import (
     CLIP,
     PICTURE,

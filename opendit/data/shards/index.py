@@ -28,10 +28,8 @@ from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, 
 from opendit.common.safe_files import refuse_links, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError, sha256_of
-from opendit.data.container_header import SUFFIXES as ANIMATIONS
-from opendit.data.container_header import is_animated
 from opendit.data.files import CLIPS, name_few, printable, read_at, retried_disk
-from opendit.data.picture_file import picture_suffixes
+from opendit.data.picture_file import ANIMATION_SUFFIXES, MAX_WHOLE_FILE, is_animated, picture_suffixes
 
 _AGAIN = "make it again: python preprocess.py index FOLDER"
 SUFFIX = ".index"  # appended to the tar's name
@@ -535,7 +533,8 @@ class _Rows:
         text_at, text_bytes = sample.parts[self.fields.caption[text][0]] if caption is not None else (0, 0)
         crc = _crc32(file, at, size) if checked else 0
         suffix = suffix_of(ending)
-        if suffix in ANIMATIONS and is_animated(cast(BinaryIO, _Member(file, at, size))):
+        may_be_animated = suffix in ANIMATION_SUFFIXES and size <= MAX_WHOLE_FILE
+        if may_be_animated and is_animated(cast(BinaryIO, _Member(file, at, size))):
             suffix = ANIMATED + suffix
         suffix = self.suffixes.setdefault(suffix, len(self.suffixes))
         self.keys.append(sample.key.encode("utf-8", "surrogateescape"))
