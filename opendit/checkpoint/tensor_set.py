@@ -50,7 +50,7 @@ from opendit.common.utils import sha256_of
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.models.configuration import DiTConfig
 from opendit.models.zoo import Shapes, model_shapes
-from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
+from opendit.parallel.layout import Shard, copy_overlap, hold_each_once, runs_of
 
 INDEX_VERSION = 1
 MOST_BYTES = 50 * 10**9  # bytes per weights file, as in transformers since version 5
@@ -299,16 +299,10 @@ class ShardedTensors(TensorSet):
             if not left:
                 break
             runs = runs_of(tensor.shape, stored.slices)
-            if _may_overlap(wanted, runs):
+            # compare bounds before opening a file
+            if len(runs.start) and wanted.start.min() < runs.stop.max() and runs.start.min() < wanted.stop.max():
                 left -= copy_overlap(full.view(-1), wanted, self._file(file).get_tensor(name).reshape(-1), runs)
         return full
-
-
-def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Compare bounds. Return False if two sets of runs have no element in common, True if this is unclear."""
-    if not len(one.start) or not len(other.start):
-        return False
-    return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
 
 
 def is_set(path: Path) -> bool:

@@ -175,12 +175,6 @@ def read_prompts(prompts: list[str], flag_name: str) -> list[str]:
     return found
 
 
-def check_file(path: str, flag_name: str, what: str) -> None:
-    check_exists(path, flag_name, what)
-    if Path(path).expanduser().is_dir():
-        raise OnThisMachine(f"{flag_name} {path}: is a folder; give {what}")
-
-
 def _suggestion(path: str, known: Collection[str]) -> str:
     """Return "did you mean NAME? Or " with a similar known name or folder entry; "" if there is none."""
     wanted = Path(path).expanduser()

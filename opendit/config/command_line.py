@@ -146,21 +146,18 @@ class HelpEntry:
 
 @dataclass
 class Section:
-    """A heading of --help with its entries."""
+    """A heading of --help, "Title: subject", with its entries."""
 
-    title: str
-    about: str
+    heading: str
     entries: list[HelpEntry] = field(default_factory=list)
 
-    @classmethod
-    def headed(cls, heading: str) -> "Section":
-        title, _, about = heading.partition(": ")
-        return cls(title, about)
+    @property
+    def title(self) -> str:
+        return self.heading.partition(": ")[0]
 
     def lines(self, width: int, entries: Iterable[HelpEntry]) -> list[str]:
         shown = [line for entry in entries for line in entry.lines(width)]
-        heading = f"{self.title}: {self.about}" if self.about else self.title
-        return [heading, *shown] if shown else []
+        return [self.heading, *shown] if shown else []
 
 
 def entry(
@@ -286,8 +283,8 @@ class CommandLine(argparse.ArgumentParser):
 
     def heading(self, heading: str) -> None:
         """Start a heading of --help, "Title: subject", for the flags that are added next."""
-        if not self.sections or self.sections[-1].title != Section.headed(heading).title:
-            self.sections.append(Section.headed(heading))
+        if not self.sections or self.sections[-1].title != Section(heading).title:
+            self.sections.append(Section(heading))
 
     def option(
         self,

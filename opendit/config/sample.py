@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from opendit.config.architectures import canonical_name
 from opendit.config.checks import (
-    check_file,
+    check_exists,
     check_no_folder,
     check_output_file,
     check_vae,
@@ -25,6 +25,7 @@ from opendit.config.checks import (
     resolve_precision,
 )
 from opendit.config.components import MOST_WIDTH, ParallelFlags, SpeedFlags
+from opendit.config.console import OnThisMachine
 from opendit.config.flags import (
     BATCH,
     FRAMES,
@@ -61,11 +62,6 @@ class TaylorCache:
     def note(self) -> str:
         said = f"extrapolated with order {self.order}" if self.order else "reused"
         return f"blocks evaluated in one of {self.every} steps, their output {said} in the others"
-
-    def check(self, steps: int) -> None:
-        """Raise ValueError if ``every`` is more than half the number of sampling steps."""
-        if 2 * self.every > steps:
-            raise ValueError(f"--cache {self}: K is too large; at most half the {steps} sampling steps")
 
 
 @dataclass(frozen=True)
@@ -132,8 +128,8 @@ class Approximations:
         found = cls(guidance_every, None if cache is None else parse_cache(cache))
         if guidance_every > max(1, steps - 1):
             raise ValueError(f"--guidance_every {guidance_every}: too many; give less than the {steps} sampling steps")
-        if isinstance(found.cache, TaylorCache):
-            found.cache.check(steps)
+        if isinstance(found.cache, TaylorCache) and 2 * found.cache.every > steps:
+            raise ValueError(f"--cache {found.cache}: K is too large; at most half the {steps} sampling steps")
         return found
 
     @property
@@ -369,7 +365,9 @@ class SampleConfig(
             check_weights(path_and_weight(text)[0], "--lora")
         for name, what in (("image", "a picture"), ("clip", "a clip")):
             for path in getattr(self, name):
-                check_file(path, f"--{name}", what)
+                check_exists(path, f"--{name}", what)
+                if Path(path).expanduser().is_dir():
+                    raise OnThisMachine(f"--{name} {path}: is a folder; give {what}")
         check_writable(self.output, "--output")
         if self.vae is not None:
             check_vae(self.vae)

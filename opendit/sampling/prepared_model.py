@@ -66,8 +66,9 @@ class PreparedModel:
         self.capacity = len(times)
         self.conditions = 0  # number of conditions, and of table rows per evaluation
 
-    def condition(self, y: Condition, null: Condition | None) -> None:
-        """Prepare for the conditions y of B samples. null: a batch of 1 or B; None without guidance."""
+    def condition(self, y: Condition, null: Condition | None, frames: Tensor | None = None) -> None:
+        """Prepare for the conditions y of B samples. null: a batch of 1 or B; None without guidance. frames:
+        conditioning frames, mask and latents (B, 1 + C, T, H, W), or None."""
         both = y if null is None else joined((y, null))
         self._vector, context = self.model.embed_condition(both)
         rows = torch.arange(self.samples, device=self.model.device)
@@ -78,9 +79,6 @@ class PreparedModel:
         self._keep("positions", [] if positions is None else [positions])
         self._keep_context(context)
         self._make_table(len(both))
-
-    def set_conditioning_frames(self, frames: Tensor | None) -> None:
-        """Set the batch's conditioning frames, mask and latents (B, 1 + C, T, H, W), or None."""
         self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:

@@ -371,8 +371,7 @@ class SamplingLoop:
     ) -> None:
         """Prepare a batch's conditions and noise. index: (B,) int64. All tensors are on the model's device."""
         for network in self._networks:
-            network.condition(y, null if network.guided else None)
-            network.set_conditioning_frames(conditioning_frames)
+            network.condition(y, null if network.guided else None, conditioning_frames)
         if self.fused is not None:
             if self.fused.capacity != self.network.capacity:
                 self.fused.reserve(self.network.capacity)

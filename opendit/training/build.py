@@ -28,7 +28,6 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, Engine, MuonSettings, build_engine
 from opendit.parallel.experts import expert_group
 from opendit.parallel.host_memory import StreamedBlocks
-from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import matrix_rows
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
@@ -126,6 +125,11 @@ def open_monitor(run: Run, supervisor: Supervisor, failures: WriteFailures) -> M
 
 def open_loader(run: Run, supervisor: Supervisor) -> BatchIterator:
     flags, mesh = run.flags, run.mesh
+
+    def warn_skipped(file: str) -> None:
+        if mesh.leads_sharing:  # ranks that share samples all skip the file
+            logger.warning(f"rank {mesh.rank}: skipped {file}")
+
     loader = build_loader(
         run.dataset,
         run.schedule,
@@ -138,7 +142,7 @@ def open_loader(run: Run, supervisor: Supervisor) -> BatchIterator:
         num_workers=flags.num_workers,
         pin_memory=True,
         max_bad=flags.max_bad,
-        on_skip=partial(warn_skipped, mesh),
+        on_skip=warn_skipped,
         as_bytes=True,  # send bytes, a quarter of the traffic of floats; the device converts them
         enlarge=mesh.device.type == "cpu",  # with a GPU, the GPU enlarges the samples while the loader reads more
         patience=flags.data_timeout,
@@ -209,11 +213,6 @@ def sharded_checkpoints(run: Run, engine: Engine) -> bool:
             f"({there / GIB:,.1f} GiB)"
         )
     return too_large
-
-
-def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # ranks that share samples all skip the file
-        logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
 class Evaluation(Protocol):

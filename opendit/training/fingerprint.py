@@ -165,7 +165,12 @@ def _encoders(run: Run) -> dict[str, str | None]:
         vae = "none" if run.vae == "none" else _network(vae_folder(run.vae))
     if getattr(run.conditioner, "encoder", None) is not None and about.text_encoder is None:
         name = cast(str, run.flags.text_encoder)
-        text = _pipeline_text(Path(name)) if family_in(run.flags.model) else _network(encoder_folder(name))
+        if family_in(run.flags.model):
+            found = Path(name).expanduser().iterdir()
+            parts = sorted(path for path in found if path.name.startswith(("tokenizer", "text_encoder")))
+            text = hash_parts(*map(_network, parts))
+        else:
+            text = _network(encoder_folder(name))
         if run.flags.text_precision != "bf16":
             text = hash_parts(text, run.flags.text_precision)
     high, low = (each.initial if each and each.lora else None for each in (run, run.low))
@@ -192,13 +197,6 @@ def _origin(run: Run) -> dict[str, Any] | None:
     if run.flags.pretrained is not None and (found := origin(run.flags.pretrained)):
         return found
     return stored_fingerprint(run.resume.state).get("hub") if run.resume else None
-
-
-def _pipeline_text(folder: Path) -> str:
-    parts = sorted(
-        path for path in folder.expanduser().iterdir() if path.name.startswith(("tokenizer", "text_encoder"))
-    )
-    return hash_parts(*map(_network, parts))
 
 
 def _network(folder: Path) -> str:
