@@ -2,7 +2,7 @@
 
 import math
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -21,7 +21,7 @@ from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.mock import MockDataset
 from opendit.data.shaped import ShapedDataset, TokenSize, crop_media, shape_latents, token_size
-from opendit.data.sources import NoSplit
+from opendit.data.sources import NoSplit, Request
 from opendit.encoders.text import TextEncoder, fitting_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import video_geometry
@@ -31,33 +31,11 @@ from opendit.parallel.mesh import Mesh
 
 
 def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train") -> MediaDataset:
-    """Open the data set of --data_path, split "train" or "test". Raises the errors of ``build_dataset``."""
-    return build_dataset(
-        flags.data_path,
-        flags.image_size,
-        seed=flags.global_seed if seed is None else seed,
-        split=split,
-        random_flip=flags.random_flip,
-        max_bad=flags.max_bad,
-        use_video=flags.use_video,
-        num_frames=flags.num_frames,
-        frame_interval=flags.frame_interval,
-        fps=flags.fps,
-        short_clips=flags.short_clips,
-        video_reader=flags.video_reader,
-        energon_cooker=flags.energon_cooker,
-        file_column=flags.file_column,
-        caption_column=flags.caption_column,
-        caption_prefix=flags.caption_prefix,
-        shuffle_tags=flags.shuffle_tags,
-        tag_drop=flags.tag_drop,
-        random_crop=flags.random_crop,
-        vae=flags.vae,
-        # for random latents (mock): number of classes, or length of captions
-        num_classes=flags.num_classes,
-        text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
-        max_text_tokens=flags.max_text_tokens,
-    )
+    """Open the data set of --data_path, split "train" or "test", with the flags that ``Request`` has. Raises the errors
+    of ``build_dataset``."""
+    how = {item.name: getattr(flags, item.name) for item in fields(Request) if hasattr(flags, item.name)}
+    how["text_encoder"] = flags.text_encoder or ("bytes" if flags.cross_attention else None)
+    return build_dataset(**how, seed=flags.global_seed if seed is None else seed, split=split)
 
 
 def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:

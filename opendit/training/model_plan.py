@@ -270,9 +270,12 @@ def saved_by_adaln_lora(config: DiTConfig) -> str:
 
 def memory_setup(flags: TrainConfig, world: int, encoders: int = 0) -> Setup:
     """Return the settings for a memory estimate on ``world`` GPUs. encoders: bytes of frozen encoders."""
+    same = (
+        "plugin fp8 recompute grad_checkpoint recompute_blocks base_precision reduce_dtype reshard offload gather_fp8"
+    )
     return Setup(
+        **{name: getattr(flags, name) for name in same.split()},
         encoders=encoders,
-        plugin=flags.plugin,
         precision=flags.mixed_precision,
         world=world,
         sequence_parallel=flags.sequence_parallel_size,
@@ -284,18 +287,9 @@ def memory_setup(flags: TrainConfig, world: int, encoders: int = 0) -> Setup:
         averages=len(flags.ema_decays),
         accumulate=flags.grad_accumulation > 1,
         fused=flags.enable_modulate_kernel and flags.enable_layernorm_kernel,
-        fp8=flags.fp8,
         compiled=flags.compile,
-        recompute=flags.recompute,
-        grad_checkpoint=flags.grad_checkpoint,
-        recompute_blocks=flags.recompute_blocks,
         lora=lora_of(flags),
-        base_precision=flags.base_precision,
         replicate=flags.data_parallel_replicate,
-        reduce_dtype=flags.reduce_dtype,
-        reshard=flags.reshard,
-        offload=flags.offload,
-        gather_fp8=flags.gather_fp8,
         muon=flags.muon_precision if flags.optimizer == "muon" else None,
         eight_bits=flags.optimizer == "adamw8bit",
         networks=2 if flags.expert == "both" else 1,
