@@ -340,8 +340,6 @@ class DDIMSampler(Sampler):
 
     def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
         denoised, keep, renoise = self.trajectory.denoise_weights(i), self._keep[i], self._renoise[i]
-        if denoised is None:
-            return None
         after = keep * denoised.x, keep * denoised.output + renoise  # the model's output is eps
         noise = self._sigmas[i] > 0
         return StepWeights(((1.0,),), ((*after, self._sigmas[i]) if noise else after,), noise)
@@ -380,8 +378,6 @@ class DDPMSampler(Sampler):
 
     def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
         schedule, denoised, t = self.trajectory.schedule, self.trajectory.denoise_weights(i), self.steps - 1 - i
-        if denoised is None:
-            return None
         of_x0, of_x = float(schedule.posterior_mean_x0[t]), float(schedule.posterior_mean_xt[t])
         mean = of_x0 * denoised.x + of_x, of_x0 * denoised.output
         if t == 0:

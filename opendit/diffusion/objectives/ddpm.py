@@ -172,10 +172,6 @@ class DDPM:
         """Return the x_0 that x_t and its noise ``eps`` imply: ``q_sample`` solved for x0."""
         return self._at("sqrt_recip_ac", t, xt) * xt - self._at("sqrt_recip_ac_m1", t, xt) * eps
 
-    def predict_eps(self, xt: Tensor, t: Tensor, x0: Tensor) -> Tensor:
-        """Return the noise that x_t and x_0 imply: ``q_sample`` solved for noise."""
-        return (self._at("sqrt_recip_ac", t, xt) * xt - x0) / self._at("sqrt_recip_ac_m1", t, xt)
-
     def velocity(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """Return alpha noise - sigma x_0, the derivative of x_t by the angle arctan(sigma / alpha), [S] appendix D."""
         return self._at("sqrt_ac", t, x0) * noise - self._at("sqrt_1m_ac", t, x0) * x0
@@ -207,10 +203,10 @@ class DDPMTrajectory(Trajectory):
     """The trajectory over the timesteps of ``schedule``. A ``point`` (B,) int64 is an index in the schedule.
 
     The model gets training timesteps, (B,) int64. It returns eps (B, C, ...), or eps and the variance output (B, 2C,
-    ...). ``clip_denoised``: clip x_0 to [-1, 1], for pixels."""
+    ...)."""
 
-    def __init__(self, schedule: DDPM, clip_denoised: bool = False):
-        self.schedule, self.clip_denoised = schedule, clip_denoised
+    def __init__(self, schedule: DDPM):
+        self.schedule = schedule
         self.times = schedule.timestep_map.flip(0).tolist()
         self.levels = [*reversed(schedule.noise_levels), 0.0]
         self.alphas = [*schedule.alphas_cumprod.sqrt().flip(0).tolist(), 1.0]
@@ -221,22 +217,18 @@ class DDPMTrajectory(Trajectory):
         return steps.flip(0)[:, None].repeat(1, len(x))
 
     def predict(self, model: Model, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the model's x_0, eps and variance output v at x (B, C, ...), each in x's shape; v may be None. With
-        clipping, eps is computed from the clipped x_0. Raises ValueError if the output doesn't fit x."""
+        """Return the model's x_0, eps and variance output v at x (B, C, ...), each in x's shape; v may be None. Raises
+        ValueError if the output doesn't fit x."""
         eps, v = split_output(model(x, self.schedule.model_timesteps(point)).to(x.dtype), x)
-        denoised = self.schedule.predict_x0(x, point, eps)
-        if self.clip_denoised:
-            denoised = denoised.clamp(-1, 1)
-            eps = self.schedule.predict_eps(x, point, denoised)
-        return denoised, eps, v
+        return self.schedule.predict_x0(x, point, eps), eps, v
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return self.predict(model, x, point)[0]
 
-    def denoise_weights(self, k: int) -> LinearForm | None:
-        """Return x_0 = (x - sigma eps) / alpha as a weighted sum of x and the output eps; None with clipping."""
+    def denoise_weights(self, k: int) -> LinearForm:
+        """Return x_0 = (x - sigma eps) / alpha as a weighted sum of x and the output eps."""
         kept = self.alphas_cumprod[k]
-        return None if self.clip_denoised else LinearForm(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
+        return LinearForm(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
 
 
 @dataclass(frozen=True)
