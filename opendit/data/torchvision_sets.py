@@ -4,7 +4,6 @@ torchvision checks the files' MD5 sums of CIFAR-10, CIFAR-100, STL-10 and SVHN b
 pickles, so this check is required. MNIST and Fashion-MNIST are plain arrays."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,34 +18,6 @@ from opendit.data.sources import Request
 _DIGITS = [str(digit) for digit in range(10)]
 _CLOTHES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 
-# (pictures uint8 (N, H, W, 3) or (N, H, W), labels (N,), class names)
-Arrays = tuple[np.ndarray, np.ndarray, list[str]]
-
-
-def _by_torchvision(kind: str, names: list[str] | None = None) -> Callable[[Path, str], Arrays]:
-    def read(folder: Path, split: str) -> Arrays:
-        from torchvision import datasets
-
-        root = folder if kind == "SVHN" else folder.parent
-        if kind.startswith("CIFAR"):
-            data = getattr(datasets, kind)(root, train=split == "train")
-            return data.data, np.array(data.targets), list(data.classes)
-        data = getattr(datasets, kind)(root, split=split)
-        return data.data.transpose(0, 2, 3, 1), data.labels, names or list(data.classes)
-
-    return read
-
-
-def _mnist(names: list[str]) -> Callable[[Path, str], Arrays]:
-    def read(folder: Path, split: str) -> Arrays:
-        from torchvision.datasets import mnist
-
-        stem = str(folder / ("train" if split == "train" else "t10k"))
-        images = mnist.read_image_file(f"{stem}-images-idx3-ubyte").numpy()
-        return images, mnist.read_label_file(f"{stem}-labels-idx1-ubyte").numpy(), names
-
-    return read
-
 
 @dataclass(frozen=True)
 class KnownSet:
@@ -56,16 +27,33 @@ class KnownSet:
     folder: str  # relative to torchvision's root
     marker: str  # a file that identifies the data set
     flip: bool  # True if mirrored pictures are equally likely
-    read: Callable[[Path, str], Arrays]  # (folder, split) -> arrays
+    kind: str  # torchvision's class
+    names: list[str] | None = None  # class names; None if torchvision knows them
+
+    def read(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Return (pictures uint8 (N, H, W, 3) or (N, H, W), labels (N,), class names)."""
+        from torchvision import datasets
+        from torchvision.datasets import mnist
+
+        if self.kind == "MNIST":
+            stem = str(folder / ("train" if split == "train" else "t10k"))
+            images = mnist.read_image_file(f"{stem}-images-idx3-ubyte").numpy()
+            return images, mnist.read_label_file(f"{stem}-labels-idx1-ubyte").numpy(), self.names or []
+        root = folder if self.kind == "SVHN" else folder.parent
+        if self.kind.startswith("CIFAR"):
+            data = getattr(datasets, self.kind)(root, train=split == "train")
+            return data.data, np.array(data.targets), list(data.classes)
+        data = getattr(datasets, self.kind)(root, split=split)
+        return data.data.transpose(0, 2, 3, 1), data.labels, self.names or list(data.classes)
 
 
 KNOWN = (
-    KnownSet("CIFAR-10", "cifar-10-batches-py", "data_batch_1", True, _by_torchvision("CIFAR10")),
-    KnownSet("CIFAR-100", "cifar-100-python", "train", True, _by_torchvision("CIFAR100")),
-    KnownSet("MNIST", "MNIST/raw", "train-images-idx3-ubyte", False, _mnist(_DIGITS)),
-    KnownSet("Fashion-MNIST", "FashionMNIST/raw", "train-images-idx3-ubyte", False, _mnist(_CLOTHES)),
-    KnownSet("STL-10", "stl10_binary", "train_X.bin", True, _by_torchvision("STL10")),
-    KnownSet("SVHN", "", "train_32x32.mat", False, _by_torchvision("SVHN", _DIGITS)),
+    KnownSet("CIFAR-10", "cifar-10-batches-py", "data_batch_1", True, "CIFAR10"),
+    KnownSet("CIFAR-100", "cifar-100-python", "train", True, "CIFAR100"),
+    KnownSet("MNIST", "MNIST/raw", "train-images-idx3-ubyte", False, "MNIST", _DIGITS),
+    KnownSet("Fashion-MNIST", "FashionMNIST/raw", "train-images-idx3-ubyte", False, "MNIST", _CLOTHES),
+    KnownSet("STL-10", "stl10_binary", "train_X.bin", True, "STL10"),
+    KnownSet("SVHN", "", "train_32x32.mat", False, "SVHN", _DIGITS),
 )
 
 

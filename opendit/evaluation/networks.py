@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from opendit.common.json_models import read_file
 from opendit.common.utils import hash_parts, sha256_of, shown
 from opendit.config.names import DIGITS, FEATURE_PRECISIONS
-from opendit.encoders.folder import CONFIG, one_line, transformers_model
+from opendit.encoders.folder import CONFIG, loading, read_json_of, transformers_model
 from opendit.encoders.schema import PRETRAINED
 from opendit.evaluation.digits import SIZE, ClipShape, clip_features, digits_sha256, picture_features
 
@@ -356,21 +356,14 @@ def load_folder(folder: Path, device: torch.device, precision: str, clips: bool)
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read a folder's config.json. Raises FileNotFoundError or ValueError, naming the file."""
-    path = folder / CONFIG
-    try:
-        return read_file(path, PRETRAINED)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"{path} does not exist: a folder of features is one of transformers") from error
+    return read_json_of(folder / CONFIG, PRETRAINED, "a folder of features is one of transformers")
 
 
 def load_model(folder: Path, name: str) -> Any:
     """Load a folder's model in float32 as the class ``name`` of ``transformers``, frozen. Raises ValueError if that
     fails."""
-    try:
-        model = transformers_model(folder, name, FOLDER_WEIGHTS)
-    except Exception as error:
-        raise ValueError(f"{folder} can't be loaded as {name}: {one_line(error)}") from error
-    return model.eval().requires_grad_(False)
+    with loading(f"{folder}, as {name},"):
+        return transformers_model(folder, name, FOLDER_WEIGHTS).eval().requires_grad_(False)
 
 
 def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[float], list[float]]:
@@ -403,12 +396,10 @@ def caption_embeddings(folder: Path, captions: list[str], device: torch.device) 
     if config.get("model_type") != "clip":
         raise ValueError(f"{folder} holds no CLIP of pictures and words, which a CLIP score needs")
     model = load_model(folder, "CLIPTextModelWithProjection").to(device)
-    try:
+    with loading(f"the tokenizer in {folder}"):
         import transformers
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {one_line(error)}") from error
     longest = model.config.max_position_embeddings
     different = list(dict.fromkeys(captions))
     embeddings, cut = [], {}
