@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from opendit.common.utils import DataError
-from opendit.data.files import Checksums, name_few, printable
+from opendit.data.files import Verification, name_few, printable
 from opendit.data.order import SourceRows
 from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
@@ -259,7 +259,7 @@ class Fingerprint:
         self,
         identity: Callable[[], str],
         contents: Callable[[], str | None] = lambda: None,
-        checksums: Checksums | None = None,
+        checksums: Verification | None = None,
     ):
         self._identity, self._contents, self.checksums = identity, contents, checksums
 

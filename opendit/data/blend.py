@@ -29,7 +29,7 @@ from opendit.data.base import (
     to_pixels,
 )
 from opendit.data.energon import is_prepared
-from opendit.data.files import Checksums, expanded, printable
+from opendit.data.files import Verification, expanded, printable
 from opendit.data.mock import MockDataset
 from opendit.data.order import SourceRows
 from opendit.data.row_arrays import kept_array, stream_of
@@ -190,9 +190,9 @@ class BlendedDataset(MediaDataset):
             self._checksums([each.checksums for each in known if each.checksums is not None]),
         )
 
-    def _checksums(self, found: list[Checksums]) -> Checksums | None:
+    def _checksums(self, found: list[Verification]) -> Verification | None:
         files = {str(each.folder.absolute() / name): sha for each in found for name, sha in each.files.items()}
-        return Checksums(Path(), files, self.shown) if found else None
+        return Verification(Path(), files, self.shown) if found else None
 
     def describe(self) -> Description:
         abouts = self._abouts

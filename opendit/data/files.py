@@ -429,20 +429,10 @@ READ_AT_ONCE = 8 << 20  # bytes to read at a time for verifying a file
 _REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
-@dataclass(frozen=True)
-class Checksums:
-    """SHA-256 of files. files: path below ``folder`` -> checksum. flag: beginning of messages about damage."""
-
-    folder: Path
-    files: dict[str, str]
-    flag: str
-
-    def verification(self, share: int, shares: int) -> "Verification":
-        return Verification(self.folder, dict(sorted(self.files.items())[share::shares]), self.flag)
-
-
 class Verification:
-    """Compares files with checksums in a background thread, slowly enough not to slow down training."""
+    """Compares files with checksums in a background thread, slowly enough not to slow down training.
+
+    files: path below ``folder`` -> SHA-256. flag: beginning of messages about damage."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag
@@ -450,6 +440,10 @@ class Verification:
         self.verified = 0  # number of files found intact
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+
+    def share(self, number: int, shares: int) -> "Verification":
+        """Return the verification of one of ``shares`` equal parts of the files."""
+        return Verification(self.folder, dict(sorted(self.files.items())[number::shares]), self.flag)
 
     def check(self) -> None:
         """Start the thread at the first call. In later calls, raise DataError if the thread has found a bad file. Never

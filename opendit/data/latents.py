@@ -63,7 +63,7 @@ from opendit.data.base import (
     flip_note,
     of_moments,
 )
-from opendit.data.files import Checksums, Ignored, files_below
+from opendit.data.files import Ignored, Verification, files_below
 from opendit.data.latents_index import (
     INDEX,
     LATENTS_SIZES,
@@ -277,10 +277,10 @@ class LatentDataset(ShardDataset):
     def _contents(self) -> str:
         return hash_parts(*(f"{file} {sha256}" for file, sha256 in sorted(self.checksums.items())))
 
-    def _checksums(self) -> Checksums | None:
+    def _checksums(self) -> Verification | None:
         if not isinstance(self.store, LocalTars):
             return None
-        return Checksums(Path(self.shards[0].path).parent, self.checksums, self.shown)
+        return Verification(Path(self.shards[0].path).parent, self.checksums, self.shown)
 
     @property
     def checksums(self) -> dict[str, str]:

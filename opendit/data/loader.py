@@ -652,7 +652,7 @@ def build_loader(
         _BatchReader(dataset, enlarge or not as_bytes), asked, **how, patience=patience, who=who, on_hang=on_hang
     )
     checksums = dataset.fingerprint().checksums
-    verification = checksums and checksums.verification(dp_rank, dp_size)
+    verification = checksums and checksums.share(dp_rank, dp_size)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, verification)
 
 

@@ -175,7 +175,7 @@ def test_a_flipped_bit_ends_the_reading_with_the_shard_s_name(workers, cache):
 
 def test_the_ranks_share_the_files(cache):
     data = build_dataset(str(cache), 16, seed=0)
-    shares = [set(data.fingerprint().checksums.verification(rank, 3).files) for rank in range(3)]
+    shares = [set(data.fingerprint().checksums.share(rank, 3).files) for rank in range(3)]
     assert set().union(*shares) == set(data.checksums) and sum(map(len, shares)) == 4
 
 

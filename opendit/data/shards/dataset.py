@@ -32,7 +32,7 @@ from opendit.data.base import (
     of_picture,
 )
 from opendit.data.clips import as_file, clip_rate, open_clip
-from opendit.data.files import Checksums, Ignored, allow_open_files, list_folder, name_few, printable
+from opendit.data.files import Ignored, Verification, allow_open_files, list_folder, name_few, printable
 from opendit.data.order import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, is_animated, picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import (
@@ -328,11 +328,11 @@ class ShardDataset(PicturesAndClips):
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(self._identity, checksums=self._checksums())
 
-    def _checksums(self) -> Checksums | None:
+    def _checksums(self) -> Verification | None:
         if not isinstance(self.store, LocalTars):
             return None
         known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}
-        return Checksums(Path(), known, self.shown)
+        return Verification(Path(), known, self.shown)
 
     def _identity(self) -> str:
         animated = any(name.startswith(ANIMATED) for shard in self.shards for name in shard.index.header.suffixes)

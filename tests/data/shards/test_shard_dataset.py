@@ -88,7 +88,7 @@ def test_damage_is_named_by_tar_and_key(tmp_path):
         file.write(b"\0damage\0")
     item = data[SampleKey(2, 0, 0)]
     assert item.text == "a 3" and item.skipped == (f"{path}: 0002.png: damaged: its checksum is not the index's",)
-    check = data.fingerprint().checksums.verification(0, 1)
+    check = data.fingerprint().checksums.share(0, 1)
     check.check()
     check.wait()
     with pytest.raises(DataError, match="x.tar is damaged: its checksum is not the index's"):

@@ -103,7 +103,7 @@ def test_pictures_are_the_same_in_tars_of_any_size(pictures):
     assert [shard["count"] for shard in fives.index["shards"]] == [5, 4, 3]
     same(pickle.loads(pickle.dumps(tars)), fives)
     assert "cached latents (4x4x4, --vae ema) of 12 pictures of 2 classes, 16x16" in tars.describe().text
-    assert tars.fingerprint().checksums.verification(0, 1).files.keys() == {tar["file"] for tar in tars.index["shards"]}
+    assert tars.fingerprint().checksums.share(0, 1).files.keys() == {tar["file"] for tar in tars.index["shards"]}
     flipped = [torch.equal(tars[SampleKey(0, step, 0)].x, tars.read(0, View(flip=True)).x) for step in range(20)]
     assert 0 < sum(flipped) < 20  # mirrored anew at each use
     schedule = build_schedule(tars, 4, 1, 0)
@@ -222,7 +222,7 @@ def test_a_damaged_sample_is_replaced_and_its_tar_named(copy):
     item = data[SampleKey(len(data.shards[0]), 0, 0)]
     assert item.skipped == (f"{data.source(len(data.shards[0]))}: damaged: its checksum is not the index's",)
     assert path in item.skipped[0]
-    check = data.fingerprint().checksums.verification(0, 1)
+    check = data.fingerprint().checksums.share(0, 1)
     check.check()
     check.wait()
     with pytest.raises(DataError, match=f"{path} is damaged"):
