@@ -15,9 +15,10 @@ from torch import Tensor
 from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, Medium, View, flip_note, of_pixels
+from opendit.data.base import PLAIN, Fingerprint, Item, Medium, View, of_pixels
 from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.sources import Request
+from opendit.data.torchvision_sets import ArrayDataset
 from opendit.data.video_files import write_mp4
 
 SIZE = 8  # side in pixels of scikit-learn's pictures
@@ -50,42 +51,25 @@ def digits_split(split: str) -> tuple[Tensor, Tensor]:
     return images[chosen], labels[chosen]
 
 
-class DigitsDataset(MediaDataset):
+class DigitsDataset(ArrayDataset):
     """The digits as (1, image_size, image_size). By default none is mirrored, as most mirrored digits aren't digits."""
 
     def __init__(self, image_size: int, *, seed: int = 0, random_flip: bool | None = None, split: str = "train"):
-        self.images, self.labels = digits_split(split)
-        self.sample_shape = (1, image_size, image_size)
-        self.class_names = [str(digit) for digit in range(10)]
-        self.seed, self.random_flip, self.split = seed, bool(random_flip), split
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        images, labels = digits_split(split)
+        names, options = [str(digit) for digit in range(10)], {"seed": seed, "random_flip": bool(random_flip)}
+        super().__init__(f"digits ({split})", images[:, 0], labels.numpy(), names, image_size, **options)
 
     def read(self, row: int, view: View = PLAIN) -> Item:
-        x, size = self.images[row], self.sample_shape[1:]
+        x, size = self.images[row, None], self.sample_shape[1:]
         if size != (SIZE, SIZE):
             x = F.interpolate(x[None], size, mode="bicubic", antialias=True)[0].clamp_(-1, 1)
         return Item(x.flip(-1) if view.flip else x.clone(), int(self.labels[row]))
 
-    def label(self, row: int) -> int:
-        return int(self.labels[row])
-
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        return of_pixels(self.images[row])
+        return of_pixels(self.images[row, None])
 
     def fingerprint(self) -> Fingerprint:
-        return Fingerprint(lambda: hash_parts("digits", self.images.numpy().tobytes(), self.labels.numpy().tobytes()))
-
-    def describe(self) -> Description:
-        (c, h, w), mirrored = self.sample_shape, flip_note(self.random_flip)
-        return Description(
-            text=f"digits ({self.split}): {len(self):,} pictures of 10 classes, {c}x{h}x{w}, {mirrored}",
-            class_names=self.class_names,
-            sample_shape=self.sample_shape,
-            random_flip=self.random_flip,
-            seed=self.seed,
-        )
+        return Fingerprint(lambda: hash_parts("digits", self.images.numpy().tobytes(), self.labels.tobytes()))
 
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -7,7 +7,7 @@ import io
 import warnings
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,6 +32,7 @@ from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.processes import run_apart
 from opendit.data.shards.store import Remote
 from opendit.data.sources import Recaptioned, build_dataset
+from opendit.encoders.pictures import fit_caption
 
 BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens, from 1k to 128k
 
@@ -208,21 +209,12 @@ def draw_sheet(found: Findings) -> bytes:
                 sheet.paste(Image.fromarray(frame), (left + i * THUMBNAIL, top))
             for below, (text, ink) in enumerate(((each.words, INK), (_size(each.medium), FAINT))):
                 font = font_of(printable(text))
-                text = _cut(printable(text), font.getlength, room)
+                text = fit_caption(printable(text), room, font)
                 pen.text((left, top + height + (below + 1) * LINE - 3), text, fill=ink, font=font, anchor="ls")
         top += height + 2 * LINE + 2 * GAP
     memory = io.BytesIO()
     sheet.save(memory, "PNG")
     return memory.getvalue()
-
-
-def _cut(text: str, length: Callable[[str], float], most: float) -> str:
-    text = text[:200]
-    if length(text) <= most:
-        return text
-    while text and length(text + "…") > most:
-        text = text[:-1]
-    return text + "…"
 
 
 def _size(medium: Medium) -> str:
@@ -268,7 +260,7 @@ def _draw_histograms(found: Findings) -> bytes:
         _histogram(words, [len(each.words.split()) for each in found.drawn], "caption lengths", "words", found.counted)
     else:
         common = Counter(each.words for each in found.drawn).most_common(MOST_CLASSES)[::-1]
-        names = [_cut(printable(name), len, 24) for name, _ in common]
+        names = [text if len(text := printable(name)) <= 24 else f"{text[:23]}…" for name, _ in common]
         words.barh(range(len(common)), [count for _, count in common])
         words.set_yticks(range(len(common)), names, fontsize=8, parse_math=False)
         words.set(title=f"classes ({found.dataset.describe().num_classes:,} in all)", xlabel=found.counted)

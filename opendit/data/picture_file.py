@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO
@@ -125,13 +125,9 @@ def has_animation_format(path: str) -> bool:
 
 def is_animation(path: str | Path) -> bool:
     """Return True if a file is an animation with more than one frame, False also if it can't be read."""
-    try:
-        if problem(path) is not None:
-            return False
-        with PictureFile(str(path), TIME_LIMIT) as file:
-            return is_animated(file)
-    except OSError:
-        return False
+    with suppress(BadSample), opened_picture(str(path)) as (_, image):
+        return image.format in _ANIMATIONS and getattr(image, "is_animated", False)
+    return False
 
 
 def is_animated(file: BinaryIO) -> bool:

@@ -6,6 +6,7 @@ pickles, so this check is required. MNIST and Fashion-MNIST are plain arrays."""
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -78,39 +79,24 @@ def find_known(path: Path) -> tuple[KnownSet, Path] | None:
 
 
 class ArrayDataset(MediaDataset):
-    """A torchvision data set in memory, cropped by ``center_crop``. Grey pictures have one channel."""
+    """Pictures with classes in memory, uint8 (N, H, W, 3), or (N, H, W) with one channel, cropped by ``center_crop``.
+    name: beginning of the description."""
 
     def __init__(
         self,
-        known: KnownSet,
-        folder: Path,
+        name: str,
+        images: Any,
+        labels: np.ndarray,
+        class_names: list[str],
         image_size: int,
         *,
         seed: int = 0,
-        random_flip: bool | None = None,
+        random_flip: bool = False,
         random_crop: bool = False,
-        split: str = "train",
     ):
-        if split not in ("train", "test"):
-            raise ValueError(f"{known.name} has the splits train and test, not {split!r}")
-        try:
-            images, labels, self.class_names = known.read(folder, split)
-        except Exception as error:  # torchvision's message doesn't name the flag
-            raise ValueError(
-                f"--data_path {folder}: {known.name} can't be read ({error}); download it again"
-            ) from error
-        found = ""
-        if len(images) == 0 or len(images) != len(labels) or 0 in images.shape:
-            found = f"{len(images):,} pictures and {len(labels):,} labels"
-        elif labels.min() < 0 or labels.max() >= len(self.class_names):
-            found = f"labels from {labels.min()} to {labels.max()} of {len(self.class_names)} classes"
-        if found:
-            raise ValueError(f"--data_path {folder}: {known.name} is damaged: {found}; download it again")
-        self.images, self.labels = np.ascontiguousarray(images), labels.astype(np.int64)
-        self.sample_shape = (1 if self.images.ndim == 3 else 3, image_size, image_size)
-        self.seed, self.random_flip = seed, known.flip if random_flip is None else random_flip
-        self.random_crop = random_crop
-        self.name, self.folder, self.split = known.name, folder, split
+        self.name, self.images, self.labels, self.class_names = name, images, labels.astype(np.int64), class_names
+        self.sample_shape = (1 if images.ndim == 3 else 3, image_size, image_size)
+        self.seed, self.random_flip, self.random_crop = seed, random_flip, random_crop
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -130,21 +116,36 @@ class ArrayDataset(MediaDataset):
         return Fingerprint(lambda: hash_parts(names, self.images.tobytes(), self.labels.tobytes()))
 
     def describe(self) -> Description:
-        c, h, w = self.sample_shape
-        return Description(
-            text=f"{self.name} ({self.split}) in {self.folder}: {len(self):,} pictures of {len(self.class_names):,} "
-            f"classes, {c}x{h}x{w}, {flip_note(self.random_flip)}",
-            class_names=self.class_names,
-            sample_shape=self.sample_shape,
-            random_flip=self.random_flip,
-            random_crop=self.random_crop,
-            seed=self.seed,
-        )
+        (c, h, w), mirrored = self.sample_shape, flip_note(self.random_flip)
+        what = f"{len(self):,} pictures of {len(self.class_names):,} classes, {c}x{h}x{w}, {mirrored}"
+        names = "class_names sample_shape random_flip random_crop seed".split()
+        return Description(text=f"{self.name}: {what}", **{name: getattr(self, name) for name in names})
+
+
+def open_known(known: KnownSet, folder: Path, image_size: int, *, split: str, **options: Any) -> ArrayDataset:
+    """Read a split of a data set. options: of :class:`ArrayDataset`. Raises ValueError, with the flag and the fix."""
+    if split not in ("train", "test"):
+        raise ValueError(f"{known.name} has the splits train and test, not {split!r}")
+    try:
+        images, labels, class_names = known.read(folder, split)
+    except Exception as error:  # torchvision's message doesn't name the flag
+        raise ValueError(f"--data_path {folder}: {known.name} can't be read ({error}); download it again") from error
+    found = ""
+    if len(images) == 0 or len(images) != len(labels) or 0 in images.shape:
+        found = f"{len(images):,} pictures and {len(labels):,} labels"
+    elif labels.min() < 0 or labels.max() >= len(class_names):
+        found = f"labels from {labels.min()} to {labels.max()} of {len(class_names)} classes"
+    if found:
+        raise ValueError(f"--data_path {folder}: {known.name} is damaged: {found}; download it again")
+    name = f"{known.name} ({split}) in {folder}"
+    return ArrayDataset(name, np.ascontiguousarray(images), labels, class_names, image_size, **options)
 
 
 def open_source(asked: Request) -> ArrayDataset | None:
-    known = find_known(asked.located) if asked.located.is_dir() and not asked.use_video else None
-    if known is None:
+    found = find_known(asked.located) if asked.located.is_dir() and not asked.use_video else None
+    if found is None:
         return None
-    options = {name: getattr(asked, name) for name in ("seed", "random_flip", "random_crop", "split")}
-    return ArrayDataset(*known, asked.image_size, **options)
+    known, folder = found
+    flip = known.flip if asked.random_flip is None else asked.random_flip
+    options = {"seed": asked.seed, "random_crop": asked.random_crop, "random_flip": flip}
+    return open_known(known, folder, asked.image_size, split=asked.split, **options)

@@ -12,18 +12,9 @@ from typing import Any
 from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.objectives.ddpm import DDPMObjective
-from opendit.diffusion.objectives.edm import EDMObjective
-from opendit.diffusion.objectives.flow import FlowObjective
+from opendit.diffusion.objectives.edm import EDMObjective as EDMObjective
+from opendit.diffusion.objectives.flow import FlowObjective as FlowObjective
 
-__all__ = [
-    "OBJECTIVES",
-    "DDPMObjective",
-    "EDMObjective",
-    "FlowObjective",
-    "Objective",
-    "objective_from_dict",
-    "objective_from_flags",
-]
 OBJECTIVES: dict[str, type[Objective]] = {n: import_module(f"{__name__}.{n}").OBJECTIVE for n in DESCRIPTIONS}
 
 
