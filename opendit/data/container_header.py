@@ -216,10 +216,13 @@ def _check(kind: bytes, needed: int, room: int) -> None:
 
 def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
     """Return each video track's crop in its ``clap`` box; None for a track without a valid box."""
-    return [_clean_aperture(*_entry(tables)) for tables in _video_tracks(moov)]
+    return [_clean_aperture(tables[b"stsd"]) for tables in _video_tracks(moov)]
 
 
-def _clean_aperture(entry: bytes, parts: dict[bytes, bytes]) -> tuple[int, int, int, int] | None:
+def _clean_aperture(codecs: bytes) -> tuple[int, int, int, int] | None:
+    _, begin, end = list_boxes(codecs, 8)[0]
+    entry = codecs[begin:end]
+    parts = named_boxes(entry, _VISUAL_SAMPLE_ENTRY)
     if len(parts.get(b"clap", b"")) < 32:
         return None
     fields = struct.unpack_from(">IIIIiIiI", parts[b"clap"])
@@ -255,12 +258,6 @@ def dolby_profile(entry: bytes) -> int | None:
     parts = named_boxes(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
     return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
-
-
-def _entry(tables: dict[bytes, bytes]) -> tuple[bytes, dict[bytes, bytes]]:
-    _, begin, end = list_boxes(tables[b"stsd"], 8)[0]
-    entry = tables[b"stsd"][begin:end]
-    return entry, named_boxes(entry, _VISUAL_SAMPLE_ENTRY)
 
 
 def begins_anew(sample: bytes, length: int) -> bool:

@@ -1,5 +1,6 @@
 """Open folders from megatron-energon, and metadatasets: YAML files that list such folders."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -280,19 +281,14 @@ def open_source(asked: Request) -> MediaDataset | None:
 
 def _names(leaves: list[Leaf], above: Path) -> list[str]:
     """Return a unique name for each leaf, for the log. above: path of the metadataset."""
-    names: dict[str, None] = {}
-    last: dict[str, int] = {}
+    base, names, counts = above.resolve().parent, [], Counter[str]()
     for leaf in leaves:
         folder = leaf.folder.resolve()
-        base = above.resolve().parent
         name = str(folder.relative_to(base)) if folder.is_relative_to(base) else str(folder)
         name = f"{name} ({leaf.split})" if leaf.split != "train" else name
-        own = name
-        while own in names:
-            last[name] = last.get(name, 1) + 1
-            own = f"{name} #{last[name]}"
-        names[own] = None
-    return list(names)
+        counts[name] += 1
+        names.append(f"{name} #{counts[name]}" if counts[name] > 1 else name)
+    return names
 
 
 def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:

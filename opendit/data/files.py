@@ -196,12 +196,7 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-class _OpenFiles(threading.local):
-    def __init__(self):
-        self.files: OrderedDict[Hashable, _OpenFile] = OrderedDict()  # the least recently used first
-
-
-_open_files = _OpenFiles()
+_open_files = threading.local()
 
 
 def read_at(name: Hashable, open_file: Callable[[], int], at: int, size: int) -> bytes:
@@ -209,7 +204,7 @@ def read_at(name: Hashable, open_file: Callable[[], int], at: int, size: int) ->
     open.
 
     name: identifies the open file. open_file: opens the file and returns its descriptor. Raises OSError."""
-    files = _open_files.files
+    files: OrderedDict[Hashable, _OpenFile] = vars(_open_files).setdefault("files", OrderedDict())  # of this thread
     if name not in files:
         files[name] = _OpenFile(open_file())
         while len(files) > MOST_OPEN:
@@ -298,10 +293,6 @@ def _by_suffix(counts: Counter[str]) -> str:
     return ", ".join(shown) + (f", {others:,} of others" if others else "")
 
 
-def is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
-
-
 def suffix_of(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
@@ -331,7 +322,7 @@ def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tupl
     files, folders = [], []
     for entry in entries:
         name = entry.name
-        if is_hidden(name):
+        if name.startswith(".") or name == "__MACOSX":
             ignored.hidden += 1
         elif _is_folder(entry):
             folders.append(name)

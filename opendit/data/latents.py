@@ -29,7 +29,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -369,7 +369,8 @@ def open_source(asked: Request) -> ShardDataset | None:
     asked.check_split()
     index = choose_index(indexes, asked.shown, asked.image_size)
     text, tars = index.get("text"), open_tars(folder, index)
-    empty = open_empty_caption(folder, text) if text else None
+    read, name = partial(read_bounded, folder / EMPTY, MOST_EMPTY), f"--data_path {folder}: {EMPTY}"
+    empty = read_empty_caption(read, text, name) if text else None
     latents = LatentDataset(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
     if next(files_below(str(folder), picture_suffixes(), Ignored(), visits=1), None) is not None:
         latents.note = "; the pictures that are in the folder as well are not read"
@@ -399,7 +400,7 @@ def _open_remote_latents(asked: Request, remote: Remote, cache: FileCache) -> La
     store, empty = RemoteTars(paths, checksums, sizes, remote, cache), None
     if text := index.get("text"):
         name = f"{folder}/{EMPTY}"
-        empty = read_empty_caption(remote.read_all(name, MOST_EMPTY), text, name)
+        empty = read_empty_caption(partial(remote.read_all, name, MOST_EMPTY), text, name)
     options = asked.of_latents() | {"empty_caption": empty, "max_bad": asked.max_bad}
     return LatentDataset(asked.shown, index, tars, store=store, **options)
 
@@ -639,11 +640,11 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
         return write_tensors(new, {"tokens": tokens, "pooled": pooled}, {})["sha256"]
 
 
-def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
-    """Return the empty string's embedding, padded to ``max_tokens``. content: bytes of the file ``EMPTY``. text: see
-    ``TextEncoding``. Raises ValueError, naming the file, if the file is damaged."""
+def read_empty_caption(read: Callable[[], bytes], text: dict[str, Any], name: str) -> Embedding:
+    """Return the empty string's embedding, padded to ``max_tokens``. read: returns the bytes of the file ``EMPTY``.
+    text: see ``TextEncoding``. Raises ValueError, naming the file, if the file can't be read or is damaged."""
     try:
-        found = load(content)
+        found = load(read())
         if found.keys() != {"tokens", "pooled"}:
             raise ValueError(f"it holds {', '.join(found)}, not tokens and pooled")
         tokens, pooled = found["tokens"], found["pooled"]
@@ -653,18 +654,8 @@ def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embed
             of = f"tokens (up to {most}, D) and pooled ({text.get('pooled', 'D')},)"
             raise ValueError(f"it holds {tuple(tokens.shape)} and {tuple(pooled.shape)}, not {of}")
         return padded(tokens.to(dtype), pooled.to(dtype), most)
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{name} can't be read ({error}); copy it or run preprocess.py again") from error
-
-
-def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
-    """Read the empty string's embedding from a folder. Raises ValueError, naming the file."""
-    name = f"--data_path {folder}: {EMPTY}"
-    try:
-        content = read_bounded(folder / EMPTY, MOST_EMPTY)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} can't be read ({error}); copy it or run preprocess.py again") from error
-    return read_empty_caption(content, text, name)
 
 
 def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:

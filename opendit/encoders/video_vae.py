@@ -6,7 +6,7 @@ another. A picture is a clip of one frame.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,8 +117,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         _, *expected = self.latent_shape(*pixels.shape[2:])
         tiled = self._tiled(pixels.shape[-2] * pixels.shape[-1])
         self.vae.enable_tiling() if tiled else self.vae.disable_tiling()
-        height, width = pixels.shape[-2:]
-        return self._checked(super().moments(pixels), expected, (height, width))
+        return self._checked(super().moments(pixels), expected, pixels.shape[-2:])
 
     def tiles(self, latents: Tensor) -> Tiles | None:
         height, width = latents.shape[-2:]
@@ -141,7 +140,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         # A timestep of 0 tells the decoder that the latents have no noise.
         return self.vae.decode(latents, latents.new_zeros(len(latents))).sample
 
-    def _checked(self, result: Tensor, expected: list[int], frame: tuple[int, int]) -> Tensor:
+    def _checked(self, result: Tensor, expected: list[int], frame: Sequence[int]) -> Tensor:
         if list(result.shape[2:]) != expected:
             height, width = frame
             raise ValueError(f"--vae {self.name}: its tiles do not fit frames of {height} x {width}; use smaller ones")
