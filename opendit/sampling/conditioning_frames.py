@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from opendit.config.architectures import parse_given
 from opendit.data.base import ROUNDING, BadSample
 from opendit.data.clips import decode_frames, resize_and_crop
-from opendit.data.files import name_few
 from opendit.data.picture_file import read_picture
 from opendit.data.video_files import Timeline
 from opendit.encoders.vae import ImageCodec
@@ -35,14 +34,6 @@ def note_on_missing_frames(config: DiTConfig) -> list[str]:
     if config.given_frames is None or config.given_in_place:
         return []
     return [f"the model was trained with --given_frames {config.given_frames}; here it draws without given frames"]
-
-
-def describe_frames(frames: Tensor | None, files: Sequence[str]) -> dict[str, str]:
-    """Return the summary's row about conditioning frames and their files; {} for None. frames: (n, 1 + C, T, H, W)."""
-    if frames is None:
-        return {}
-    mask = frames[0, 0].flatten(1).amax(1)
-    return {"given": f"{int(mask.sum())} of {len(mask)} latent frames, by {name_few(list(files))}"}
 
 
 def encode_frames(

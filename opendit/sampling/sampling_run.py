@@ -19,6 +19,7 @@ from opendit.checkpoint.run_folders import lock_folder
 from opendit.common.stages import Stages
 from opendit.config.checks import path_and_weight, read_prompts
 from opendit.config.console import print_block
+from opendit.data.files import name_few
 from opendit.diffusion.objectives import Objective
 from opendit.encoders.conditioner import (
     CaptionConditioner,
@@ -43,7 +44,6 @@ from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
 from opendit.sampling import model_loading as loading
 from opendit.sampling.conditioning_frames import (
-    describe_frames,
     encode_frames,
     encode_pictures,
     frames_of_samples,
@@ -350,8 +350,11 @@ def announce(run: SamplingRun) -> None:
         "sequence": f"over {run.mesh.sp_size} ranks, {sequence.plan}" if sequence else "whole on every rank",
         "processes": f"{run.mesh.world_size} ({processor})",
         "samples": f"{len(run.choices)}{shares}, seed {flags.seed}",
-        **describe_frames(run.conditioning_frames, flags.image or flags.clip),
     }
+    if run.conditioning_frames is not None:
+        mask = run.conditioning_frames[0, 0].flatten(1).amax(1)
+        files = name_few(flags.image or flags.clip)
+        rows["given"] = f"{int(mask.sum())} of {len(mask)} latent frames, by {files}"
     print_block("OpenDiT sampling", rows)
     for note in run.notes:
         logger.info("note: %s", note)

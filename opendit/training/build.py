@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +16,7 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import load_checkpoint
 from opendit.checkpoint.run_folders import ENDED
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
-from opendit.common.safe_files import WriteFailures, write_whole
+from opendit.common.safe_files import WriteFailures, remove, write_whole
 from opendit.common.utils import collection_paused
 from opendit.config.flags import to_dict
 from opendit.config.names import BUT_ATTENTION, PLUGINS
@@ -28,12 +29,13 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, Engine, MuonSettings, build_engine
 from opendit.parallel.experts import expert_group
 from opendit.parallel.host_memory import StreamedBlocks
+from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import matrix_rows
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.training.diagnosis import Diagnosis, SkippedSteps
 from opendit.training.drawing import EMASampler, SampleGrids
-from opendit.training.interrupt import Interrupt, begin_run
+from opendit.training.interrupt import RUN_FOLDER_FILE, Interrupt
 from opendit.training.memory import GIB, USABLE_OF_A_HOST, host_memory
 from opendit.training.micro_batch import Packing, SampleInputs
 from opendit.training.monitor import LOGGERS, Monitor, Pace, StepLog
@@ -125,11 +127,6 @@ def open_monitor(run: Run, supervisor: Supervisor, failures: WriteFailures) -> M
 
 def open_loader(run: Run, supervisor: Supervisor) -> BatchIterator:
     flags, mesh = run.flags, run.mesh
-
-    def warn_skipped(file: str) -> None:
-        if mesh.leads_sharing:  # ranks that share samples all skip the file
-            logger.warning(f"rank {mesh.rank}: skipped {file}")
-
     loader = build_loader(
         run.dataset,
         run.schedule,
@@ -142,7 +139,7 @@ def open_loader(run: Run, supervisor: Supervisor) -> BatchIterator:
         num_workers=flags.num_workers,
         pin_memory=True,
         max_bad=flags.max_bad,
-        on_skip=warn_skipped,
+        on_skip=partial(warn_skipped, mesh),  # picklable, for worker processes that do not fork
         as_bytes=True,  # send bytes, a quarter of the traffic of floats; the device converts them
         enlarge=mesh.device.type == "cpu",  # with a GPU, the GPU enlarges the samples while the loader reads more
         patience=flags.data_timeout,
@@ -215,6 +212,11 @@ def sharded_checkpoints(run: Run, engine: Engine) -> bool:
     return too_large
 
 
+def warn_skipped(mesh: Mesh, file: str) -> None:
+    if mesh.leads_sharing:  # ranks that share samples all skip the file
+        logger.warning(f"rank {mesh.rank}: skipped {file}")
+
+
 class Evaluation(Protocol):
     """Interface for evaluating samples drawn with the EMA weights. Implemented in opendit/evaluation. ``of`` identifies
     the settings that determine the results."""
@@ -284,7 +286,10 @@ def recorded_end(run: Run, supervisor: Supervisor) -> Iterator[None]:
             write_whole(run.folder / ENDED, (json.dumps(ended) + "\n").encode(), root=run.folder)
 
     with failures.survive(ENDED):
-        begin_run(run.folder)
+        with contextlib.suppress(FileNotFoundError):
+            remove(run.folder / ENDED, root=run.folder)  # an earlier start's
+        if path := os.environ.get(RUN_FOLDER_FILE):
+            Path(path).write_text(f"{run.folder}\n", encoding="utf-8")
     supervisor.closes(lambda _: write(failed=True))
     try:
         yield

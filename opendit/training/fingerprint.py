@@ -115,6 +115,8 @@ def fingerprint(run: Run) -> dict[str, Any]:
     flags, mesh, dataset, ops = run.flags, run.mesh, run.dataset, run.kernels.ops
     data, about = dataset.fingerprint(), dataset.describe()
     cuda = mesh.device.type == "cuda"
+    # repository, commit and file hashes of the hub model that the run started from
+    hub = None if flags.pretrained is None else origin(flags.pretrained)
     found = {name: getattr(flags, name) for name in by_value(flags.objective)}
     found |= {
         "data_path": flags.data_path,
@@ -124,7 +126,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "validation": run.validation and f"{number_of_losses(run)} of {run.validation.fingerprint().identity}",
         "random_flip": about.random_flip,
         **_encoders(run),
-        "hub": _origin(run),
+        "hub": hub or (stored_fingerprint(run.resume.state).get("hub") if run.resume else None),
         "global_batch": run.schedule.global_batch,
         "order": KEYED,
         "blend": about.blend,
@@ -190,13 +192,6 @@ def _weights(path: Path) -> str:
     if path.is_dir():
         return _network(path / TRANSFORMER if (path / TRANSFORMER).is_dir() else path)
     return hash_files([str(path), *(str(path.with_name(name)) for name in files_of(path))])
-
-
-def _origin(run: Run) -> dict[str, Any] | None:
-    """Return repository, commit and file hashes of the hub model that the run started from, or None."""
-    if run.flags.pretrained is not None and (found := origin(run.flags.pretrained)):
-        return found
-    return stored_fingerprint(run.resume.state).get("hub") if run.resume else None
 
 
 def _network(folder: Path) -> str:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from opendit.checkpoint.run_folders import ENDED
-from opendit.common.safe_files import remove
 from opendit.common.stages import process_seconds
 from opendit.data import DataError
 from opendit.parallel.mesh import ControlGroup, Mesh
@@ -130,15 +129,6 @@ AGAIN = 75  # EX_TEMPFAIL in sysexits.h; job queues can restart jobs with this c
 # Environment variable with a file's name. A run writes the path of its folder there, so that the script that started
 # the run finds ended.json.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
-
-
-def begin_run(folder: Path) -> None:
-    """Remove an earlier start's ended.json, and write the folder's path to ``RUN_FOLDER_FILE``'s file. Call on one
-    rank. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        remove(folder / ENDED, root=folder)
-    if path := os.environ.get(RUN_FOLDER_FILE):
-        Path(path).write_text(f"{folder}\n", encoding="utf-8")
 
 
 def exit_code(folder: Path) -> int:
