@@ -53,8 +53,8 @@ class SharedMemory:
         assert not self._late or buffer == Buffer.INPUT  # background exchanges may still read it
         self._barrier(buffer, again)
 
-    def ready_beside(self, buffer: Buffer) -> int:
-        return self._later([partial(self._barrier, buffer, False)])[0]
+    def ready_beside(self, buffer: Buffer, again: bool = False) -> int:
+        return self._later([partial(self._barrier, buffer, again)])[0]
 
     def _barrier(self, buffer: Buffer, again: bool) -> None:
         assert again == (buffer == self._last)

@@ -16,6 +16,7 @@ from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, split_groups
 from opendit.parallel.sequence.ulysses import UlyssesRing
+from tests.parallel.shared_memory import SharedMemory
 from tests.ranks import run_ranks
 
 HEADS, WIDTH, EPS = 12, 48, 1e-6
@@ -56,11 +57,11 @@ def packed_at_once(q, k, v, q_norm, k_norm, table, across, parts):
     return pack_heads_reference(StreamHeads(q, k, v, *weights, table), parts, EPS, across)
 
 
-def strategy(mesh: Mesh, kind: str, groups: int) -> SequenceParallel:
+def strategy(mesh: Mesh, kind: str, groups: int, memory: SharedMemory | None = None) -> SequenceParallel:
     if kind == "usp":
         return sequence_parallel(mesh, kind, Shape(16, WIDTH, HEADS))
     alone, group = Group(None, 0, 1), Group(None, 0, 1) if mesh.world_size == 1 else Group.of(mesh.sp_group)
-    return SequenceParallel(group, StrategyChoice(kind, ""), UlyssesRing(group, alone, groups))
+    return SequenceParallel(group, StrategyChoice(kind, ""), UlyssesRing(group, alone, groups, memory))
 
 
 def gathered(x: Tensor, tokens: int) -> Tensor:
@@ -109,6 +110,30 @@ def test_ranks_together_are_one_process(world, kind):
         assert len(rank) == len(CASES) - 3 * (kind == "usp")
         for case, worst in rank:
             assert all(error < 1e-12 for error in worst), (case, worst)
+
+
+def errors_of_sampling(mesh: Mesh, folder: str) -> list[tuple]:
+    """Return the largest differences from one process, of two layers in a row with each rank's memory open to all."""
+    mesh, found = init_mesh(sequence_parallel=mesh.world_size), []
+    memory, ops = SharedMemory(Group.of(mesh.sp_group), folder), replace(TORCH_OPS, pack_heads=packed_at_once)
+    for case in CASES:
+        layer, x, _, grid = made(case)
+        if layer.turns_all_channels(grid):
+            continue
+        wanted = layer.output(layer.output(x, grid=grid), grid=grid)
+        shards = strategy(mesh, "ulysses", case[2], memory)(case[1])
+        grid = replace(grid, shards=shards)
+        with torch.inference_mode():
+            output = layer.output(layer.output(shards.take(x), ops, grid), ops, grid)
+        found.append((case, (gathered(output, case[1]) - wanted).abs().max().item()))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_samples_by_the_ranks_memory_are_those_of_one_process(world, tmp_path):
+    for rank in run_ranks(world, errors_of_sampling, str(tmp_path)):
+        assert len(rank) == len(CASES) - 1
+        assert all(error < 1e-12 for _, error in rank), rank
 
 
 def without_copies(mesh: Mesh) -> list[tuple]:

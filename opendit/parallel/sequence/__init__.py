@@ -145,9 +145,11 @@ def sequence_parallel(
     if mesh.sp_size == 1:
         return None
     group = Group.of(mesh.sp_group)
-    memory, why = connect(group, mesh.device) if direct and shape.plain else (None, "not asked for")
+    peers, why = connect(group, mesh.device) if direct else (None, "not asked for")
+    memory = peers if shape.plain else None
     if not shape.plain:
         why = "q, k and v take more than one product, as with --lora or captions in the sequence"
+        why += "" if peers is None else "; samples by symmetric memory"
     plan = make_plan(kind, mesh.sp_size, shape, groups, replace(H200, direct=memory is not None))
     if plan.kind == AXIAL:
         strategy = None
@@ -161,7 +163,7 @@ def sequence_parallel(
     elif memory is not None:
         strategy = DirectUlysses(memory, plan.groups)
     else:
-        strategy = UlyssesRing(group, Group(None, 0, 1), plan.groups)
+        strategy = UlyssesRing(group, Group(None, 0, 1), plan.groups, peers)
     axial = None
     if shape.axial:
         axial = AllToAll() if memory is None else DirectExchange(memory)

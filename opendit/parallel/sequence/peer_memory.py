@@ -119,8 +119,9 @@ class PeerMemory:
         additional barrier in one use."""
         self._barrier(buffer, again, channel=0)
 
-    def ready_beside(self, buffer: Buffer) -> torch.Event:
-        """Enqueue the barrier of one use of ``buffer`` on the copy stream. Return the event at its end.
+    def ready_beside(self, buffer: Buffer, again: bool = False) -> torch.Event:
+        """Enqueue the barrier of one use of ``buffer`` on the copy stream. Return the event at its end. ``again``: see
+        :meth:`ready`.
 
         The barrier runs after all copies and kernels enqueued so far, and concurrently with later kernels of the
         current stream. Call this method when the copies are nearly done, because a waiting barrier delays the caller's
@@ -128,7 +129,7 @@ class PeerMemory:
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._barrier(buffer, False, channel=1)  # each stream needs a separate channel of signals
+            self._barrier(buffer, again, channel=1)  # each stream needs a separate channel of signals
         return self._stream.record_event()
 
     def _barrier(self, buffer: Buffer, again: bool, channel: int) -> None:

@@ -35,7 +35,7 @@ from opendit.models.attention import AnyProjection, GridAttention, for_every_hea
 from opendit.models.layers import Attend
 from opendit.parallel.collectives import Exchange, Group, Ring
 from opendit.parallel.sequence.choose import split_groups
-from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, PeerRows
+from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, PeerRows, sample_by_sample
 from opendit.parallel.sequence.products import (
     Products,
     column_sums,
@@ -192,6 +192,7 @@ class UlyssesRing:
     heads: Group
     ring: Group
     groups: int = 1  # number of groups, see split_groups()
+    memory: PeerMemory | None = None  # symmetric memory of ``heads``, for sampling
 
     takes_projection: ClassVar[bool] = False
 
@@ -230,14 +231,51 @@ class UlyssesRing:
         number, of_heads = split_groups(self.groups, B, H // ranks)
         groups = [slice(i * B // number, (i + 1) * B // number) for i in range(number)]
         arriving, leaving = [], []
+        peers = self.memory if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling() else None
+
+        def start(send: Tensor, buffer: Buffer, slot: int) -> Exchange | PeerExchange:
+            if peers is None:
+                return Exchange(self.heads).start(send)
+            return PeerExchange(peers, buffer, slot, number * of_heads).start(send)
+
         parts = (_cut(part, number) for part in (q, k, v))
         for samples, q, k, v in zip(groups, *parts, strict=True):
             packed = own.of_samples(samples).pack(q, k, v, first, of_heads * ranks)
-            arriving += [(samples, Exchange(self.heads).start(part)) for part in _cut(packed, of_heads)]
+            for part in _cut(packed, of_heads):
+                arriving.append((samples, start(part, Buffer.INPUT, len(arriving))))
         for samples, exchange in arriving:
             output = attend(*unpack(exchange.finish(), mine), samples)
-            leaving.append(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)))
+            leaving.append(start(tokens_by_rank(output, rows, ranks), Buffer.OUTPUT, len(leaving)))
         return side_by_side([exchange.finish() for exchange in leaving], number)
+
+
+class PeerExchange:
+    """An all-to-all of tensors (P, ...) without gradients: copy engines write row p to rank p's memory.
+
+    It has the methods of :class:`Exchange`. Several exchanges can use different slots of a buffer. The received tensor
+    is a view of the buffer and must be read before the buffer's next use.
+
+    Args:
+        slot: index of this exchange among the ``number`` exchanges of one use of the buffer. Start them in this order.
+    """
+
+    def __init__(self, memory: PeerMemory, buffer: Buffer, slot: int, number: int):
+        self._memory, self._buffer, self._slot, self._number = memory, buffer, slot, number
+
+    def start(self, send: Tensor) -> "PeerExchange":
+        memory, rank, size = self._memory, self._memory.group.rank, self._memory.group.size
+        of = memory.slots(self._buffer, self._number, tuple(send.shape), send.dtype)[self._slot].of
+        pairs = [sample_by_sample(of[p][rank].flatten(1)[:, None], send[p].flatten(1)[:, None]) for p in range(size)]
+        others = [pair for i in range(1, size) for pair in pairs[(rank + i) % size]]
+        memory.copy_beside([others], pairs[rank])
+        self._arrived = memory.ready_beside(self._buffer, again=self._slot > 0)
+        self._sent, self._received = send, of[rank]  # copy engines read ``send`` until the event
+        return self
+
+    def finish(self) -> Tensor:
+        self._memory.wait(self._arrived)
+        self._sent = None
+        return self._received
 
 
 def _cut(x: Tensor, number: int) -> Sequence[Tensor]:
