@@ -183,6 +183,10 @@ class ClipReading:
     fps: float | None
 
 
+def nothing() -> None:
+    """Return None. Unlike a lambda, it can be sent to a loader process."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
     """Properties of a data set."""
@@ -218,7 +222,7 @@ class Description:
     # Returns (rows, file number of each row) for each source. None instead of file numbers means one file per row.
     files: Callable[[], list[tuple[int, np.ndarray | None]]] | None = None
     # Returns (largest label, name of a sample with this label); None if unknown.
-    largest_label: Callable[[], tuple[int, str] | None] = lambda: None
+    largest_label: Callable[[], tuple[int, str] | None] = nothing
 
     @property
     def num_classes(self) -> int:
@@ -233,7 +237,7 @@ class Shapes:
     # shape. A micro-batch contains rows with one key only.
     keys: np.ndarray | int = 0
     # Returns (rows, 3) int32, the upright :data:`Size` of each row's file; None if all files have ``sample_shape``.
-    media: Callable[[], np.ndarray | None] = lambda: None
+    media: Callable[[], np.ndarray | None] = nothing
     read_as: str = ""  # names the settings that change the result of ``media``
     # Returns (end row, :data:`Size` in latents) for consecutive ranges of rows; None without cached latents.
     latents: Callable[[], list[tuple[int, Size]]] | None = None
@@ -258,7 +262,7 @@ class Fingerprint:
     def __init__(
         self,
         identity: Callable[[], str],
-        contents: Callable[[], str | None] = lambda: None,
+        contents: Callable[[], str | None] = nothing,
         checksums: Verification | None = None,
     ):
         self._identity, self._contents, self.checksums = identity, contents, checksums
