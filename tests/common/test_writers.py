@@ -28,7 +28,7 @@ ALLOWED = {
     ("opendit/data/clips.py", "NamedTemporaryFile"): "a file of this process's in the system's temporary folder",
     ("opendit/data/clips.py", "open"): "a file in memory",
     ("opendit/data/clips.py", "truncate"): "of that file",
-    ("opendit/training/interrupt.py", "write_text"): "the temporary file of the script that has started the run",
+    ("opendit/training/build.py", "write_text"): "the temporary file of the script that has started the run",
     ("opendit/data/shards/store.py", "mkdtemp"): "a folder of this process's in the system's temporary folder",
     ("opendit/data/row_arrays.py", "mkdtemp"): "a new folder with a random name in the cache",
     ("opendit/data/video_files.py", "TemporaryDirectory"): "a folder of this process's",

@@ -65,8 +65,8 @@ def falling(draw, lowest: float, highest: float, to_zero: bool) -> np.ndarray:
     return np.append(values, 0.0) if to_zero or len(values) < 2 else values
 
 
-def trajectory_of(betas, timesteps, clip: bool = False) -> DDPMTrajectory:
-    return DDPMTrajectory(DDPM.from_betas(torch.from_numpy(betas), torch.from_numpy(timesteps)), clip)
+def trajectory_of(betas, timesteps) -> DDPMTrajectory:
+    return DDPMTrajectory(DDPM.from_betas(torch.from_numpy(betas), torch.from_numpy(timesteps)))
 
 
 def compare(got: torch.Tensor, expected: np.ndarray) -> None:
@@ -76,19 +76,16 @@ def compare(got: torch.Tensor, expected: np.ndarray) -> None:
     assert np.abs(got.numpy() - expected).max() < 1e-4 * scale
 
 
-def predicted(x, t, ac, clip: bool) -> tuple[np.ndarray, np.ndarray]:
+def predicted(x, t, ac) -> tuple[np.ndarray, np.ndarray]:
     """x_0 and eps."""
     eps = network(x, t)
     x0 = (x - math.sqrt(1 - ac) * eps) / math.sqrt(ac)
-    if clip:
-        x0 = np.clip(x0, -1, 1)
-        eps = (x - math.sqrt(ac) * x0) / math.sqrt(1 - ac)
     return x0, eps
 
 
-@given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), learned=st.booleans(), clip=st.booleans())
+@given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), learned=st.booleans())
 @MANY
-def test_ddpm(schedule, shape, seed, learned, clip):
+def test_ddpm(schedule, shape, seed, learned):
     """[H] Algorithm 2 with eq. 6 and 7; [N] eq. 15."""
     betas, timesteps = schedule
     n, kept = len(betas), np.cumprod(1 - betas)
@@ -96,7 +93,7 @@ def test_ddpm(schedule, shape, seed, learned, clip):
     x = start
     for k, i in enumerate(reversed(range(n))):
         before = kept[i - 1] if i else 1.0
-        x0, _ = predicted(x, timesteps[i], kept[i], clip)
+        x0, _ = predicted(x, timesteps[i], kept[i])
         mean = math.sqrt(before) * betas[i] / (1 - kept[i]) * x0
         mean = mean + math.sqrt(1 - betas[i]) * (1 - before) / (1 - kept[i]) * x
         if i == 0:
@@ -107,7 +104,7 @@ def test_ddpm(schedule, shape, seed, learned, clip):
         x = mean + np.sqrt(betas[i] ** part * tilde ** (1 - part)) * noises[k]
     model = of_numpy(with_variance if learned else network)
     noise_fn = torch.from_numpy(noises).__getitem__
-    compare(sample("ddpm", model, torch.from_numpy(start), trajectory_of(*schedule, clip), noise_fn=noise_fn), x)
+    compare(sample("ddpm", model, torch.from_numpy(start), trajectory_of(*schedule), noise_fn=noise_fn), x)
 
 
 @given(
@@ -115,10 +112,9 @@ def test_ddpm(schedule, shape, seed, learned, clip):
     shape=SHAPES,
     seed=st.integers(0, 99),
     eta=st.sampled_from([0.0, 0.31, 1.0]),
-    clip=st.booleans(),
 )
 @MANY
-def test_ddim(schedule, shape, seed, eta, clip):
+def test_ddim(schedule, shape, seed, eta):
     """[S] eq. 12 and 16."""
     betas, timesteps = schedule
     n, kept = len(betas), np.cumprod(1 - betas)
@@ -126,16 +122,16 @@ def test_ddim(schedule, shape, seed, eta, clip):
     x = start
     for k, i in enumerate(reversed(range(n))):
         after = kept[i - 1] if i else 1.0
-        x0, eps = predicted(x, timesteps[i], kept[i], clip)
+        x0, eps = predicted(x, timesteps[i], kept[i])
         sigma = eta * math.sqrt((1 - after) / (1 - kept[i])) * math.sqrt(max(1 - kept[i] / after, 0))
         x = math.sqrt(after) * x0 + math.sqrt(max(1 - after - sigma**2, 0)) * eps + sigma * noises[k]
     how = dict(noise_fn=torch.from_numpy(noises).__getitem__, eta=eta)
-    compare(sample("ddim", of_numpy(network), torch.from_numpy(start), trajectory_of(*schedule, clip), **how), x)
+    compare(sample("ddim", of_numpy(network), torch.from_numpy(start), trajectory_of(*schedule), **how), x)
 
 
-@given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), clip=st.booleans())
+@given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99))
 @MANY
-def test_dpmpp_along_a_ddpm_schedule(schedule, shape, seed, clip):
+def test_dpmpp_along_a_ddpm_schedule(schedule, shape, seed):
     """[D] Algorithm 2, in its own variables: lambda = log(alpha / sigma), and x not divided by alpha."""
     betas, timesteps = schedule
     kept = np.append(np.cumprod(1 - betas)[::-1], 1.0)  # from noise to data
@@ -143,7 +139,7 @@ def test_dpmpp_along_a_ddpm_schedule(schedule, shape, seed, clip):
     x = start = randn(seed, *shape)
     last = None
     for k in range(len(betas)):
-        x0, _ = predicted(x, timesteps[::-1][k], kept[k], clip)
+        x0, _ = predicted(x, timesteps[::-1][k], kept[k])
         direction = x0
         if sigma[k + 1] > 0:
             h = np.log(alpha[k + 1] / sigma[k + 1]) - np.log(alpha[k] / sigma[k])
@@ -154,7 +150,7 @@ def test_dpmpp_along_a_ddpm_schedule(schedule, shape, seed, clip):
         else:
             x = x0
         last = x0
-    compare(sample("dpmpp", of_numpy(network), torch.from_numpy(start), trajectory_of(*schedule, clip)), x)
+    compare(sample("dpmpp", of_numpy(network), torch.from_numpy(start), trajectory_of(*schedule)), x)
 
 
 @given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), name=st.sampled_from(["ddpm", "ddim", "dpmpp"]))
