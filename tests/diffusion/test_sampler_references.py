@@ -163,7 +163,7 @@ def test_a_velocity_in_the_place_of_noise(schedule, shape, seed, name):
 
     def velocity(x, t):
         ac = kept[int(t)]
-        x0, eps = predicted(x, t, ac, False)
+        x0, eps = predicted(x, t, ac)
         return math.sqrt(ac) * eps - math.sqrt(1 - ac) * x0
 
     x, noises = torch.from_numpy(randn(seed, *shape)), torch.from_numpy(randn(seed + 1000, len(betas), *shape))
