@@ -464,7 +464,7 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
     room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.gathered - fixed.activations
     largest = max(0, int(room // (one.activations - fixed.activations)))
-    # So many samples fit at the beginning of the backward pass. The end may need more memory.
+    # This many samples fit at the beginning of the backward pass. Its end may need more memory.
     return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
 
 

@@ -89,7 +89,7 @@ def test_what_the_kernel_can_not_read_is_left_to_torch(what, monkeypatch):
 
 
 def test_a_large_layer_with_lora_has_the_gradients_of_its_formula(monkeypatch):
-    """Both products by the kernel: the output has LoRA's scale, and the input's gradient none of its own."""
+    """The kernel computes the output with LoRA's scale. The input's gradient is not scaled a second time."""
     monkeypatch.setattr(lora, "low_rank_product_reference", None)
     monkeypatch.setattr(lora, "SMALLEST_OUTPUT", 0)
     torch.manual_seed(0)
