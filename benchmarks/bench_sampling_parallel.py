@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     sizes = c.tokens, c.hidden_size, c.num_heads, 1 if cfg_parallel else 2
     kinds = {"types": c.sequence_types, "plain": c.plain_projections} if public else {}
     kind = "auto" if args.groups is None else "ulysses"
-    strategy = sequence_parallel(mesh, kind, Shape(*sizes, **kinds), groups=args.groups)
+    strategy = sequence_parallel(mesh, kind, Shape(*sizes, **kinds), groups=args.groups, sampling=True)
     alone, shared = bench.model(False), bench.model(False, strategy)
     halves = replica.halves
     around = None if halves is None else lambda model: SharedBatch(model, halves)

@@ -29,6 +29,7 @@ class HardwareModel:
     origin: str = "measured on H200s, links between machines assumed"
     capacity: float = 139.8 * GIB  # bytes of memory, as torch counts them
     direct: bool = False  # True if ranks can access each other's memory (opendit/parallel/sequence/peer_memory.py)
+    engines: bool = False  # True if copy engines make Ulysses' exchanges, as in sampling
     # ------------------------------------------------------------------------------------------------- computation
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12

@@ -203,7 +203,7 @@ def _load(
         config.check_speed(True, "none")
     replica = make_replicas(mesh, flags.cfg_parallel)
     shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
-    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
+    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, sampling=True)
     what, divided = (flags, mesh.device, dtype, config.head_dim, config.tokens), tensor_group(mesh)
     # Inference kernels read a projection's full weight, so ranks with shards can't use them.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)

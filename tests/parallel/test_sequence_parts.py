@@ -109,6 +109,13 @@ def test_groups_must_divide_the_heads_of_a_rank():
         make_plan("ulysses", 2, Shape(64, 64, 8), groups=3)
 
 
+def test_copy_engines_exchange_more_groups_than_collectives():
+    """Both halves of guidance of a Wan-1.3B clip on 2 ranks. With collectives, 4 groups were slower than 2."""
+    shape = Shape(32760, 1536, 12, 2, types=("ulysses",), plain=False)
+    assert make_plan("auto", 2, shape).groups == 2
+    assert make_plan("auto", 2, shape, hardware=HardwareModel(engines=True)).groups == 4
+
+
 def test_auto_takes_the_cheapest_that_the_heads_allow():
     sizes = itertools.product((2, 3, 4, 6, 8), (256, 8192, 65536), ((384, 6), (1152, 16), (3072, 24)))
     for direct, (ranks, tokens, (hidden, heads)) in itertools.product((False, True), sizes):

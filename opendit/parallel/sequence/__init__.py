@@ -130,6 +130,7 @@ def sequence_parallel(
     keep_gathered: bool = False,
     groups: int | None = None,
     direct: bool = True,
+    sampling: bool = False,
 ) -> SequenceParallel | None:
     """Build the strategy ``kind`` for this rank's sequence group. Call on all ranks. Return None if the group has one
     rank.
@@ -139,6 +140,7 @@ def sequence_parallel(
         keep_gathered: see :class:`FastSeq`.
         groups: number of groups of Ulysses (see :class:`StrategyChoice`); None to choose with the cost model.
         direct: True to use symmetric memory if possible.
+        sampling: True if no gradients are needed.
 
     Raises ValueError if ``kind`` or ``groups`` does not work with the model's number of heads.
     """
@@ -150,7 +152,8 @@ def sequence_parallel(
     if not shape.plain:
         why = "q, k and v take more than one product, as with --lora or captions in the sequence"
         why += "" if peers is None else "; samples by symmetric memory"
-    plan = make_plan(kind, mesh.sp_size, shape, groups, replace(H200, direct=memory is not None))
+    hardware = replace(H200, direct=memory is not None, engines=sampling and peers is not None)
+    plan = make_plan(kind, mesh.sp_size, shape, groups, hardware)
     if plan.kind == AXIAL:
         strategy = None
     elif plan.kind == "fastseq":

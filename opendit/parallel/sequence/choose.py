@@ -128,14 +128,17 @@ class _Costs:
 
     def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:
         """Return the seconds of Ulysses with collectives: the visible time of all-to-alls among ``ranks`` ranks,
-        forward and backward. Attention hides some of the transfers, but not for the first group."""
+        forward and backward. Attention hides some of the transfers, but not for the first group. If copy engines make
+        the transfers, attention hides all but those of one group."""
         m, P = self.hardware, ranks or self.ranks
         number, of_heads = split_groups(groups, self.shape.samples, self.shape.heads // P)
         exchanged = 2 * 4 * self.whole * P / self.ranks * (P - 1) / P**2
-        others = (groups - 1) / groups
-        visible = exchanged / groups + self.exposed(exchanged * others, self.attention_seconds * others)
+        others, engines = (groups - 1) / groups, m.engines and ranks is None
+        hidden = exchanged * others, self.attention_seconds * others
+        visible = exchanged / groups + (max(hidden[0] - hidden[1], 0) if engines else self.exposed(*hidden))
+        latency = 2 * (groups + 1) * (m.barrier if engines else m.latency)
         copied = 2 * self.copies(self.shape.samples // number)
-        return visible + 2 * (groups + 1) * m.latency + copied + self.in_groups(of_heads, P, number)
+        return visible + latency + copied + self.in_groups(of_heads, P, number)
 
     def waves(self, heads: int, samples: int) -> int:
         """Return how many waves of thread blocks attention needs for this number of heads and samples."""
