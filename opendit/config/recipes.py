@@ -101,7 +101,7 @@ RECIPES = {
         "CIFAR-10 in pixels, as good as it gets in minutes on one GPU (docs/better_training.md)",
         f"--model DiT-S/2 --data_path ./cifar10/train --image_size 32 --vae none --route 2:10:0.75:sprint "
         f"--global_batch_size 512 --batch_size 512 --lr 3e-4 --warmup_steps 100 --ema_decay 0.999 "
-        f"--max_steps 5000 --ckpt_every 1000 --ckpt_keep 2 --sample_every 1000 --sample_cfg_scale 1 {SPEEDRUN}",
+        f"--max_steps 6500 --ckpt_every 1000 --ckpt_keep 2 --sample_every 1000 --sample_cfg_scale 1 {SPEEDRUN}",
     ),
     "speedrun_imagenet256": Preset(
         "ImageNet at 256 px by the same; planned by --dry_run, never run (docs/better_training.md)",
