@@ -113,6 +113,7 @@ class Execution:
     recompute: str = "none"  # level of --recompute
     sequence_parallel: int = 1  # number of ranks that divide a sample's tokens
     frozen_gates: bool = False  # LoRA leaves all gates without a gradient (only in plans of public models)
+    block: int | None = None  # index of the block to count; None for the mean of all blocks
 
 
 @dataclass(frozen=True)

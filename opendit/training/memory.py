@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import os
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import cast
@@ -31,7 +32,7 @@ from opendit.kernels.eight_bit_moments import UNIT
 from opendit.models.blocks import ATTENTIONS
 from opendit.models.dit import DiTConfig
 from opendit.models.finetuning import Lora, lora_layers, trains_modulation
-from opendit.models.plan import Execution, Row
+from opendit.models.plan import Execution, Kept, Row
 from opendit.models.zoo import model_shapes, plan_of
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.fsdp import PREFETCHED
@@ -219,15 +220,15 @@ def _estimate_whole(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         numbers, stored, _ = stored_weights(config, setup)
         states = {"weights": 4 * (parameters - numbers) + stored, "gradients": fp32, "moments": 2 * fp32}
         states |= {"averages": averages} | ({"cast weights": size * (parameters - numbers)} if setup.autocast else {})
-        return Estimate(states, sum(_activations(config, setup, batch)), 0, 0)
+        return Estimate(states, sum(_activations(config, setup, batch)[:2]), 0, 0)
     weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
     if setup.plugin == "gemini":  # without accumulation, gradients overwrite the weights in Gemini's chunks
         gradients = gradients if setup.accumulate else 0
-    others, block = _activations(config, setup, batch)
+    others, block, _ = _activations(config, setup, batch)
     own = gradients * held_counts(config, setup)[1] / model  # gradients of this block, not computed yet
-    last = max(0, block - own)
+    last = max(0, _activations(config, setup, batch, 0)[1] - own)
     return Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
 
 
@@ -333,9 +334,9 @@ def trained_count(config: DiTConfig, setup: Setup) -> int:
     return lora_parameters(config, setup.lora, setup.tensor_parallel)
 
 
-# Number of blocks that fsdp holds gathered if it frees each block after use: the current block, the next block, and the
-# buffer from which the next block is copied.
-GATHERED = 3
+# Number of blocks that fsdp holds gathered if it frees each block after use: the current block, and the blocks that are
+# gathered ahead. The buffer from which the current block was copied is freed before the block computes.
+GATHERED = 1 + PREFETCHED
 
 
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
@@ -344,15 +345,20 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     A rank holds fp32 shards of weights, gradients, moments and averages. It also holds the gathered units' weights, the
     current block's gradients, and the previous block's reduction buffer. A float8 weight takes one byte in a gathered
     unit and one in the shard.
+
+    The backward pass begins with the last block and ends with the first. Blocks of a public model may differ, so each
+    end counts its own block. FLUX.1's first block has 2.4 times the weights of its last.
     """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
     trained = trained_count(config, setup)
     frozen = 0 if setup.lora is None else model
-    share, (others, last_block) = 4 * trained / ranks, _activations(config, setup, batch)
-    gathered_blocks = GATHERED + (AHEAD - PREFETCHED if setup.hosted else 0)
+    share, (others, at_the_start, given) = 4 * trained / ranks, _activations(config, setup, batch)
+    _, last_block, given_first = _activations(config, setup, batch, 0)
+    first, last = _relative_sizes(config)
+    ahead = min(AHEAD if setup.hosted else PREFETCHED, config.depth - 1)
     gradients = share - (of_streamed(config, setup)[0] if setup.hosted and setup.lora is None else 0)
-    activations = others + last_block
+    activations = others + at_the_start
     states = {"moments": 2 * share, "averages": setup.averages * share}
     if setup.alike == 1:  # nothing is sharded: weights in the forward pass's precision, and fp32 masters
         states["weights"] = size * (trained + frozen) - saved(config, setup)
@@ -372,18 +378,33 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.accumulate and setup.keep_gradients:  # gradients are reduced after the last micro-batch
         before = after = reduced * trained + size * trained_block
     else:
-        transient = (size + reduced) * trained_block + size * outside
-        before, after = gradients * setup.accumulate + transient, gradients + transient
+        # The last block's activations are freed before the buffer that reduces its gradients is allocated. So the peak
+        # is at that block, at the block before it (with the buffer), or between both (with buffer and gradients).
+        buffer = reduced * trained_block * last
+        begun = max(0, buffer - given, buffer + size * trained_block * last - at_the_start)
+        before = gradients * setup.accumulate + begun + size * outside
+        after = gradients + (size + reduced) * trained_block * first + size * outside
     whole = size * block - (size - 1) * float8 - saved(config, setup) / config.depth
     if setup.reshard == "never":
         gathered = size * (trained + frozen) - config.depth * (size * (block + experts) - whole)
-        left = size * outside + whole
+        left, ahead = size * outside + whole * first, 0
     else:
-        gathered = left = size * outside + min(gathered_blocks, config.depth) * whole
+        gathered, left = (size * outside + (1 + ahead) * whole * each for each in (last, first))
     # When the pass ends, gradients of the first block and the embedders do not exist, and no further block is gathered.
-    ahead = 0 if setup.reshard == "never" else (min(gathered_blocks, config.depth) - 1) * whole
-    last_block = max(0, last_block - size * trained_block - size * outside - ahead)
+    # The peak may be a few blocks before: weights are still gathered ahead, but these blocks' gradients do not exist.
+    reduces = not setup.accumulate and not (setup.hosted and setup.lora is None)
+    earlier = given_first + whole * first - 4 * trained_block * first / ranks * reduces
+    absent = size * trained_block * first + size * outside + ahead * (whole * first - max(0, earlier))
+    last_block = max(0, last_block - absent)
     return Estimate(states, activations, before, after, gathered + kept, left + size * own, last_block)
+
+
+@functools.cache
+def _relative_sizes(config: DiTConfig) -> tuple[float, float]:
+    """Return the numbers of weights of the first and of the last block, divided by the mean of all blocks."""
+    sizes = _block_bytes(config, "bf16", 1)
+    mean = sum(sizes) / len(sizes)
+    return sizes[0] / mean, sizes[-1] / mean
 
 
 RING = 48 << 20  # bytes of the buffer that copies moments to and from host memory
@@ -392,14 +413,14 @@ OFFLOADED: dict[str, tuple[str, ...]] = {"none": (), "average": ("averages",), "
 
 @functools.cache
 def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
-    found = [0] * config.depth
+    found: defaultdict[int, int] = defaultdict(int)
     for name, shape in model_shapes(config)[0].items():
         if name.startswith("blocks."):
             is_packed = kind != "bf16" and is_stored(name, shape)
             found[int(name.split(".")[1])] += (
                 shape[0] * row_bytes(kind, shape[1]) if is_packed else size * math.prod(shape)
             )
-    return found
+    return [found[number] for number in sorted(found)]
 
 
 def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
@@ -410,7 +431,8 @@ def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
     sizes = _block_bytes(config, setup.base_precision, size)
     host, ring = blocks_of(sizes, setup.streamed)
     ranks = setup.alike // setup.replicate
-    return (host / ranks, AHEAD * max(sizes) / ranks) if setup.hosted else (host, ring)
+    # fsdp copies one shard after another to the device, and frees the copies before the block computes.
+    return (host / ranks, 0) if setup.hosted else (host, ring)
 
 
 def _host_gradients(config: DiTConfig, setup: Setup) -> float:
@@ -425,7 +447,8 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
     blocks, ring = of_streamed(config, setup)
     if not blocks:
         return needs
-    states = needs.states | {"weights": needs.states["weights"] - blocks, "ring of blocks": ring}
+    states = needs.states | {"weights": needs.states["weights"] - blocks}
+    states |= {"ring of blocks": ring} if ring else {}
     host = needs.host | {"blocks": blocks}
     if setup.hosted and setup.lora is None:
         host["gradients"] = _host_gradients(config, setup)
@@ -468,13 +491,14 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
 
 
-def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
-    """Return the bytes of activations when the backward pass begins: of all blocks but one, and of that block with its
-    temporary tensors."""
+def _activations(config: DiTConfig, setup: Setup, batch: int, number: int = -1) -> tuple[float, float, float]:
+    """Return the bytes of activations when the backward pass begins: of all blocks but block ``number``, of that block
+    with its temporary tensors, and of that block before it is recomputed."""
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     frozen = setup.lora is not None and not trains_modulation(config, setup.lora)
     execution = replace(setup.execution, frozen_gates=frozen)
     kept, backward = plan.kept(config, execution), plan.backward(config, execution)
+    own_kept = plan.kept(config, replace(execution, block=number))
     tokens = config.tokens
     if config.axial_attention and setup.sequence_parallel > 1:
         frames, *places = config.grid
@@ -485,19 +509,26 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term of the sum over ranks
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
-    block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
-    if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # FP8 copies of weights, or equally large buffers with LoRA
+
+    def of_block(kept: Kept) -> float:
+        found = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
+        if not setup.gathers_float8 and setup.base_precision != "fp8":
+            found += kept.weights  # FP8 copies of weights, or equally large buffers with LoRA
+        return found
+
+    block, own = of_block(kept), of_block(own_kept)
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
-    if kept_blocks < config.depth:  # a recomputed block keeps only its input and modulation
-        given = unit + size * batch * config.modulation_width
+    if kept_blocks < config.depth:  # a recomputed block keeps only its input, with all streams, and its modulation
+        streams = 1 + config.caption_tokens / config.tokens
+        given = unit * streams + size * batch * config.modulation_width
         if setup.recompute == BUT_ATTENTION:  # attention's outputs and log-sum-exps are also stored
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
-            given += attentions * (unit + 4 * tokens * config.num_heads)
+            given += attentions * streams * (unit + 4 * tokens * config.num_heads)
+        own_given = given
     else:
-        given = block
+        given, own_given = block, own
     held = kept_blocks * block + (config.depth - kept_blocks) * given
-    return setup.held_micro_batches * held - given, block + backward_of_one
+    return setup.held_micro_batches * held - own_given, own + backward_of_one, own_given
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:

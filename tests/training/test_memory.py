@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from benchmarks.bench_public import SUBJECTS
+from benchmarks.bench_public import SUBJECTS, tiny
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.kernels.eight_bit_moments import EightBits
@@ -193,6 +193,32 @@ def test_checkpointed_blocks_keep_their_input_and_modulation_and_may_keep_attent
     one = estimate(DiTConfig(**{**vars(LABELS), "depth": 1}), setup, 2).activations
     assert estimate(LABELS, setup, 2).activations - one == 3 * unit
     assert kept == pytest.approx(4 * unit, rel=0.02)
+
+
+@pytest.mark.parametrize("attention", (False, True))
+def test_checkpointed_blocks_keep_the_captions_tokens(attention):
+    """FLUX.1's blocks of both kinds, with 24 tokens of the picture and 7 of the caption."""
+    subject = tiny("flux")
+    config = public_config("flux", subject.values, subject.size, subject.tokens)
+    setup = Setup(
+        precision="fp32", fused=False, **({"recompute": "but_attention"} if attention else {"grad_checkpoint": True})
+    )
+    x, width = torch.randn(3, config.in_channels, *config.input_size), config.text.width
+    y = TextCondition(torch.randn(3, 7, width), torch.ones(3, 7, dtype=torch.bool), torch.randn(3, 10))
+    kept = {}
+    for double, single in ((2, 3), (3, 3), (2, 4)):
+        values = subject.values | {"num_layers": double, "num_single_layers": single}
+        model = randomised(build_model(public_config("flux", values, subject.size, 7)))
+        model.grad_checkpoint = "but_attention" if attention else True
+        kept[double, single] = kept_bytes(lambda model=model: model(x, torch.rand(3), y))
+    known = kept[2, 3]
+    tokens = 3 * (24 + 7) * 4 * (config.hidden_size + attention * (config.hidden_size + config.num_heads))
+    for (depths, found), chunks in zip(list(kept.items())[1:], (12, 3), strict=True):
+        modulation = 3 * 4 * config.hidden_size * chunks
+        assert found - known == pytest.approx(tokens + modulation, rel=0.05), depths
+    one = estimate(replace(config, depth=1), setup, 3).activations
+    mean = 3 * 4 * config.hidden_size * (2 * 12 + 3 * 3) // 5
+    assert estimate(config, setup, 3).activations - one == pytest.approx(4 * (tokens + mean), rel=0.02)
 
 
 @pytest.mark.parametrize("attention", (False, True))

@@ -445,7 +445,7 @@ def _last(config: PublicConfig) -> int:
 
 
 def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
-    """Return the memory that a block keeps for the backward pass, averaged over the stack.
+    """Return the memory that a block keeps for the backward pass: of ``execution.block``, or averaged over the stack.
 
     A block keeps the input and the results of norms, projections, rotations, attention, activation and branches. In
     FP8, inputs of linear layers take half the memory, but weights and attention's output are kept in FP8, too. Branch
@@ -454,7 +454,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
-    for block in spec.blocks:
+    blocks = spec.blocks if execution.block is None else (spec.blocks[execution.block],)
+    for block in blocks:
         across = any(branch.sees == "caption" for branch in block.branches)
         norms = 1 if block.parallel else 2
         turned = (3 if block.streams else 2) if execution.fused else 4
@@ -470,11 +471,11 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
             units += 2 * block.kv_heads / block.heads
         if across:
             units += 5 + 2 * _attended(config) / media
-        share = _streams(config, block) / config.tokens / config.depth
+        share = _streams(config, block) / config.tokens / len(blocks)
         weights = max(1, len(block.streams) - len(block.read)) * sum(_weights(block))
         weights = execution.fp8 * (weights + len(block.read) * 3 * block.width**2)
         statistics, numbers = (4 + block.heads) * share, block.chunks * block.width
-        total += Kept(units * share, statistics, numbers / config.depth, weights / config.depth)
+        total += Kept(units * share, statistics, numbers / len(blocks), weights / len(blocks))
     return total
 
 
