@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
                 group_of_one=False,
             )
             if flags.profile and mesh.device.type == "cuda":
-                # stages must not overlap on the device
+                # wait for the device, so that stages don't overlap
                 stages.wait = torch.cuda.synchronize
         with stages("flags and files: checked"):
             run = load_run(flags, mesh, stages)
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
 
 
 def draw(run: "SamplingRun", output: "SampleOutput") -> None:
-    """Draw the samples that ``output`` lacks. Replicas of the model divide them."""
+    """Draw the samples that ``output`` lacks. The model's replicas divide the samples."""
     with output.missing_batches() as batches:
         for batch in batches:
             with run.stages("drawing"):

@@ -44,7 +44,7 @@ def train(run: Run) -> None:
         run.begin(step)
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
-            # The runner calls EagerPasses (below) kernel by kernel, from CUDA graphs, or in pipeline stages
+            # The runner runs EagerPasses (below) directly, as CUDA graphs, or in pipeline stages
             # (opendit/training/runners.py).
             loss = run.runner.passes(micro_batches(run))
             run.interrupt.ask()  # before weights change, ask all ranks for signals and unreadable data
@@ -84,11 +84,11 @@ class Inputs:
 
     Args:
         packing: how samples of different sizes are packed; None without ``--pack_tokens``.
-        tokens_of: maps a latent size to the number of tokens, for objectives with times that depend on this number.
+        tokens_of: maps a latent size to a number of tokens, for objectives whose times depend on this number.
         in_place: True if the conditioning frames replace frames of x_t, without noise.
-        beside: True for an image-to-video model, which always takes the first frame as conditioning.
+        beside: True for an image-to-video model. Its condition is always the first frame.
         teacher: vision encoder of ``--repa``, or the reader of its cached features; None without ``--repa``.
-        uncertain: True if the model learns the weights of losses (``--uncertainty_weighting``).
+        uncertain: True if the model learns the losses' weights (``--uncertainty_weighting``).
     """
 
     latents: Latents
@@ -150,7 +150,7 @@ class Inputs:
         return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
-        """Draw the conditioning frames. Return their mask and latents, (B, 1 + C, T, H, W), or None."""
+        """Choose conditioning frames at random. Return their mask and latents, (B, 1 + C, T, H, W), or None."""
         from opendit.diffusion.random import draw_conditioning_frames
 
         return draw_conditioning_frames(self.given_frames, x0, self.seed, step, index)
@@ -158,11 +158,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class EagerPasses:
-    """The passes of a micro-batch: noise the latents, run the network, compute the loss, run the backward pass.
+    """The passes of a micro-batch: add noise to the latents, run the network, compute the loss, run the backward pass.
 
     Args:
         micro_batches: number of micro-batches in a step. A step's loss is the mean of their losses.
-        after_forward: called when the forward pass is enqueued, but not when a CUDA graph replays it.
+        after_forward: called when the forward pass has been enqueued, but not when a CUDA graph replays the pass.
     """
 
     engine: Engine

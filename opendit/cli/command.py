@@ -61,7 +61,7 @@ def train(config: TrainConfig, data: Any = None) -> Path:
         if "data_path" in config.given and config.data_path != PYTHON:
             raise ValueError(f"--data_path {config.data_path}: opendit.train got data, too; leave one of them out")
         config = replace(config, data_path=PYTHON, given=config.given | {"data_path"})
-    config.resolve(config.world_size(), has_gpu=True)  # make those checks that need neither torch nor a GPU
+    config.resolve(config.world_size(), has_gpu=True)  # run the checks that need neither torch nor a GPU
     try:
         from opendit.data.python_data import offer
 
@@ -74,8 +74,8 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Mark each field that differs from its default as set on the command line. The recipe and the YAML file can change
-    all other fields. A parsed configuration is returned unchanged."""
+    """Mark each field that differs from its default as set by the user. A recipe or a YAML file can change all other
+    fields. A parsed configuration is returned unchanged."""
     if config.given:
         return config
     plain = TrainConfig()

@@ -11,7 +11,7 @@ from typing import Any
 
 from opendit.common.utils import sha256_of
 
-# Files to download, for one network or a pipeline's component folders. Single-file pipelines are skipped.
+# Files to download for a network or a pipeline's folders. A pipeline stored as a single file is not downloaded.
 WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
 WANTED += [f"*/*.{kind}" for kind in ("json", "safetensors", "txt", "model", "jinja")]
 UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # half-precision variants are not used
@@ -31,9 +31,9 @@ def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> 
     """Return the local folder of a model on the hub. Any other ``name`` is returned unchanged.
 
     Args:
-        flag: flag with the value ``name``, for messages.
+        flag: the flag that has the value ``name``, for messages.
         download: download the model, or its missing files, from the hub.
-        commit: commit of a resumed run, used unless ``name`` gives another. A cached commit needs no network.
+        commit: commit to use if ``name`` has no @REVISION, for a resumed run. A cached commit needs no network.
 
     Raises:
         ValueError: a download is needed, but ``download`` is False or the download failed.
@@ -66,7 +66,7 @@ def cached(repository: str, commit: str) -> str | None:
 
 @functools.cache  # flags are resolved several times, and each time must get one commit
 def download_snapshot(repository: str, revision: str | None, what: str) -> str:
-    """Download a revision from the hub and return its snapshot folder. Raises ValueError that begins with ``what``."""
+    """Download a revision from the hub and return its snapshot folder. ``what`` begins a ValueError's message."""
     from huggingface_hub import constants, errors, snapshot_download
 
     place = f"{repository} on the hub"

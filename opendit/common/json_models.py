@@ -93,7 +93,7 @@ def parse_text(text: str, kind: FileKind, source: Path | str) -> Any:
 def _first_problem(error: ValidationError, value: Any) -> str:
     found: dict[str, Any] = dict(error.errors(include_url=False)[0])
     place = ""
-    for step in found["loc"]:  # ``loc`` also contains names of union members, and "[key]"
+    for step in found["loc"]:  # ``loc`` also contains union members' names and "[key]"
         if isinstance(value, dict) and step in value or isinstance(value, list) and isinstance(step, int):
             value = value[step]
             place = within(place, step)

@@ -1,9 +1,9 @@
-"""The only module that writes files. Below ``root``, it never follows a symbolic link.
+"""Write files without following symbolic links. All other modules write through this module.
 
-A data set or an output folder may come from a stranger, and its links can lead anywhere. ``root`` is the folder that
-the user named, by default the file's folder. The path of ``root`` itself may contain links. Below ``root``, each entry
-is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``), so a link that appears after a check is refused
-too. tests/common/test_writers.py fails if another module of the package writes a file.
+A data set or an output folder may come from a stranger, and its links can lead anywhere. Most functions take ``root``,
+the folder that the user named (by default the file's folder). Links in the path of ``root`` itself are followed. Below
+``root``, each entry is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``), so even a link that appears
+at the last moment is refused. tests/common/test_writers.py fails if another module of the package writes a file.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ def replacing(
     After an exception, ``path`` is unchanged and the temporary file (``file.name``) is deleted.
 
     Args:
-        mark: MARK in the temporary file's name, by default the process number. A caller that knows the mark can find
-            the file after a crash. Concurrent processes need different marks.
+        mark: MARK in the temporary file's name, by default the process number. Concurrent processes need different
+            marks. After a crash, the mark identifies the leftover file.
         make: create missing folders above ``path``.
         temporary: name of the temporary file. The default is ``.STEM.MARK.SUFFIX``.
 
     Raises:
         LinkRefused: ``path``, the temporary file or a folder between ``root`` and ``path`` is a link.
-        OSError: names ``path``.
+        OSError: the file can't be written; the error's file name is ``path``.
     """
     new = path.with_name(temporary or f".{path.stem[:100]}.{mark or os.getpid()}{path.suffix}")
     with _folder(path.parent, root, make) as here:
@@ -151,7 +151,8 @@ def sync_folder(folder: Path, *, root: Path | None = None) -> None:
 
 
 def rename(path: Path, to: Path, *, root: Path | None = None, over_link: bool = False) -> None:
-    """Rename a file or folder within its folder, over a file, an empty folder or, with ``over_link``, a link."""
+    """Rename a file or folder within its parent folder. An existing file or empty folder ``to`` is replaced, and with
+    ``over_link`` also a link."""
     with _folder(path.parent, root, False) as here:
         _replace(path.name, to, here, over_link)
 
@@ -162,13 +163,13 @@ def link_to(path: Path, target: str, *, root: Path | None = None) -> None:
 
 
 def remove(path: Path, *, root: Path | None = None) -> None:
-    """Delete a file, or a link itself, if it exists. Raises OSError."""
+    """Delete a file if it exists. A link is deleted, not its target. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), _folder(path.parent, root, False) as here:
         os.unlink(path.name, dir_fd=here)
 
 
 def remove_tree(path: Path, *, root: Path | None = None) -> None:
-    """Delete a file, a folder with its contents, or a link itself. Whatever can't be deleted stays."""
+    """Delete a file, a link, or a folder with its contents. Entries that can't be deleted stay."""
     with contextlib.suppress(OSError), _folder(path.parent, root, False) as here:
         if not stat.S_ISDIR(os.lstat(path.name, dir_fd=here).st_mode):
             return os.unlink(path.name, dir_fd=here)
@@ -185,7 +186,8 @@ def remove_folder(path: Path, *, root: Path | None = None) -> None:
 
 
 def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
-    """Move all files below ``source`` to ``folder`` on one disk. Keep relative paths; replace existing files."""
+    """Move all files below ``source`` to ``folder``, with their relative paths. Existing files are replaced. Both
+    folders must be on one disk."""
     source = Path(os.path.abspath(source))
     for parent, _, names in os.walk(source):
         to = folder / Path(parent).relative_to(source)
@@ -392,10 +394,8 @@ class RecordFile:
 
 
 class WriteFailures:
-    """Count failed writes of files that are not checkpoints.
-
-    After such a failure, training continues, but its exit code becomes 1. Each pair (file, errno) is logged once.
-    """
+    """Count failed writes of files other than checkpoints. After such a failure, training continues, but its exit code
+    becomes 1. Each pair (file, errno) is logged once."""
 
     def __init__(self):
         self._logged: set[tuple[str, int | None]] = set()

@@ -63,10 +63,8 @@ def write_tensors(
     *,
     root: Path | None = None,
 ) -> dict[str, Any]:
-    """Write CPU tensors to a safetensors file, as :func:`write_file` does.
-
-    kinds: each tensor's dtype and shape. Give them if ``tensors`` loads values lazily.
-    """
+    """Write CPU tensors to a safetensors file, as :func:`write_file` does. kinds: each tensor's dtype and shape,
+    required if ``tensors`` loads values lazily."""
     if kinds is None:
         kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     return write_file(to, _safetensors(tensors, metadata, kinds), root=root)

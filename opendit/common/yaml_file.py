@@ -83,8 +83,8 @@ class _BadValue(Exception):
 
 
 def _check(text: str, most_letters: int) -> None:
-    """Raise _BadValue for a text that is beyond a limit or has a refused tag or number. Aliases count as what they
-    repeat. most_letters: maximum characters of all values."""
+    """Raise _BadValue for a text that exceeds a limit, or has a refused tag or number. An alias counts as much as the
+    value that it repeats. most_letters: maximum characters of all values."""
     end, documents, aliases, values, letters = time.monotonic() + TIME_LIMIT, 0, 0, 0, 0
     anchors: dict[str | None, list[int] | None] = {}  # name -> [values, letters, depth]; None while the value is open
     opened: list[tuple[str | None, list[int]]] = []  # anchor and size of each list and dictionary that is open
@@ -159,7 +159,7 @@ class _Loader(_Base):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        """Return the dictionary of a node, with the keys that ``<<`` copies first."""
+        """Return a node's dictionary. Keys from ``<<`` come first."""
         own = set()
         for key_node, _ in node.value:
             key = "<<" if key_node.tag == _MERGE else self.construct_object(key_node, deep=True)

@@ -2,9 +2,9 @@
 
 In vDiT-XL/222, the patch is (frames, rows, columns). This module does not import torch.
 
-To add an architecture, write its configuration and network classes. If the blocks' specification does not determine the
-costs, also write a cost plan. Then add a row to ``CLASSES`` in ``opendit/models/zoo.py`` and one to :data:`KINDS`. The
-configuration's ``kind`` is the row's key in lower case without dashes.
+To add an architecture, write its configuration and network classes. Then add a row to ``CLASSES`` in
+``opendit/models/zoo.py`` and one to :data:`KINDS`. Blocks with unusual costs also need a plan, see
+``opendit/models/plan.py``. The configuration's ``kind`` is the row's key in lower case without dashes.
 """
 
 import re
@@ -22,8 +22,8 @@ CLIP_FRAMES = 17  # default frames of a clip, near 16; VAEs need 4 k + 1 or 8 k 
 
 
 class Public(NamedTuple):
-    """A family of public models: its class in diffusers, patch size, and usual picture side in pixels. Two families may
-    share a class. They then differ in ``guidance_embeds`` of ``config.json``."""
+    """A family of public models: its class in diffusers, patch size, and usual picture side in pixels. Families with
+    one class differ in ``guidance_embeds`` of ``config.json``."""
 
     network: str
     patch: int | tuple[int, int, int]
@@ -48,7 +48,7 @@ PUBLIC = {
     "cosmos2": Public("CosmosTransformer3DModel", 2, 768),
 }
 
-# Classes of diffusers that are not supported, and why. Unknown classes that are not listed have no reason.
+# diffusers' classes that are not supported, and why.
 UNSUPPORTED = {
     "ChromaTransformer2DModel": "one network makes the modulation of all blocks of Chroma",
     "CogVideoXTransformer3DModel": "CogVideoX is not a flow-matching model",
@@ -76,7 +76,7 @@ UNSUPPORTED = {
 
 
 def unsupported(folder: str | Path) -> str | None:
-    """Return why a diffusers folder's model is not supported, or None. The line begins with a file's name."""
+    """Return why a diffusers folder's model is not supported, beginning with a file's name; None if it is."""
     names = ("model_index.json", "transformer/config.json", "unet/config.json", "config.json")
     for path in (Path(folder).expanduser() / name for name in names):
         name = _read(path).get("_class_name")
@@ -169,7 +169,7 @@ class Kind:
         patches: common patches, to show in lists of models.
         pictures: True if there are picture models. A picture model's patch is one number.
         cross_attention: True if the model attends to captions even without --cross_attention.
-        revision_1: size -> fields that differ in configurations of revision 1.
+        revision_1: size -> fields with other values in checkpoints of revision 1.
         settings: flags for configuration fields that only this architecture has.
     """
 
@@ -223,7 +223,7 @@ VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
 
 
 def module_of(kind: str) -> str:
-    """Return an architecture's name in stored configurations, such as "ecdit" for EC-DiT."""
+    """Return an architecture's name in stored configurations: "ecdit" for EC-DiT."""
     return kind.lower().replace("-", "")
 
 

@@ -63,8 +63,8 @@ def check_no_folder(file: str, flag_name: str) -> None:
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Check that an output file can be written, and is no folder or link. ``makes_folder``: its folder may be
-    missing."""
+    """Check that an output file can be written, and is no folder or link. ``makes_folder``: True if the program creates
+    the file's folder."""
     check_no_folder(file, flag_name)
     path = Path(file)
     try:
@@ -93,7 +93,7 @@ def check_can_be_made(folder: Path, flag_name: str) -> None:
 
 
 def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = ()) -> None:
-    """Check that a path exists. what: allowed values, for the message. names: words that the flag accepts instead."""
+    """Check that a path exists. what: allowed values, for the message. names: words that are accepted, too."""
     try:
         there = Path(path).expanduser().exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, or ~ of an unknown user
@@ -119,8 +119,8 @@ def fetched(name: str, flag_name: str, download: bool, commit: str | None = None
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
-    """Check that ``path`` may hold weights: a file of that form, or a folder with weights or checkpoints. With
-    ``pipeline``, a diffusers folder is also accepted."""
+    """Check that ``path`` looks like a weights file, or a folder with weights or checkpoints. With ``pipeline``, a
+    diffusers folder is also accepted."""
     what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
     try:
         check_exists(path, flag_name, what)

@@ -26,7 +26,7 @@ from opendit.config.console import name_of, print_error, should_print
 from opendit.config.flags import Value, default_of, flags_of, headings_of, nearest, scalar_type, show, value_of
 from opendit.config.recipes import find_recipe, listing
 
-# Our flags -> equivalent flags of other programs. The first of our flags that the program has is suggested.
+# OpenDiT's flags, the preferred one first -> equivalent flags of other programs.
 _OURS = {
     "--ckpt --pretrained": "checkpoint checkpoint_path ckpt_path",
     "--pretrained --ckpt": "base_model base_model_path model_id model_name_or_path model_path pretrained_model "
@@ -122,7 +122,7 @@ class HelpEntry:
     Attributes:
         written: form on a command line, with the value's placeholder.
         values: range and default.
-        common: text for the short help; True for the first clause of ``about``, False to leave the entry out.
+        common: text for the short help. True means the first clause of ``about``; False leaves the entry out.
     """
 
     name: str

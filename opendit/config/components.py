@@ -59,7 +59,7 @@ class TokenRoute:
     """A ``share`` of each sample's tokens skips blocks ``first`` to ``last`` - 1, counted from 0.
 
     fused: True to fuse the tokens before and after these blocks (SPRINT; False is TREAD). until: first step without a
-    route, or None. drop: with ``fused``, fraction of a training step's samples that drop these blocks' result.
+    route, or None. drop: fraction of a training step's samples that ignore these blocks' result, only with ``fused``.
     """
 
     first: int
@@ -70,7 +70,7 @@ class TokenRoute:
     drop: float = 0.0
 
     def kept(self, tokens: int) -> int:
-        """Return how many of a sample's tokens the routed blocks see, at least one."""
+        """Return how many of a sample's tokens pass through the routed blocks, at least one."""
         return max(1, round(tokens * (1 - self.share)))
 
 
@@ -401,7 +401,7 @@ class BatchFlags(Flags):
         return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
-MOST_WIDTH = 0.28  # largest relative width of a power average; at 0.289, all weights are equal
+MOST_WIDTH = 0.28  # largest relative width of an EDM2 power average; at 0.289, all weights are equal
 
 
 def power_widths(text: str) -> list[float]:

@@ -45,9 +45,9 @@ def prepare_console() -> None:
     """Prepare both streams. Every program calls this first.
 
     Characters that a stream can't encode are escaped. Output is dropped if a disk is full or a pipe is closed. The null
-    device replaces a closed stream, because the next opened file would otherwise get its descriptor. Lines are written
-    as soon as they are complete. The package's log records from level INFO on go to standard output, above any progress
-    bar.
+    device replaces a closed stream, because the next opened file would otherwise get that stream's descriptor. Lines
+    are written as soon as they are complete. The package's log records from level INFO on go to standard output, above
+    any progress bar.
     """
     for descriptor in (0, 1, 2):
         _open_if_closed(descriptor)

@@ -273,7 +273,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def check_values(config: Any) -> None:
-    """Raise ValueError for the first flag with a value out of range, also if a recipe sets the value."""
+    """Raise ValueError for the first flag with a value out of range, even one that a recipe sets."""
     for item in flags_of(type(config)):
         takes, found = value_of(item), getattr(config, item.name)
         if takes is None or found is None:

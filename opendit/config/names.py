@@ -160,8 +160,8 @@ BLOCKS = "blocks"  # value of --offload: all blocks, or N of them (blocks:N), in
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # types that don't use the kernel of --attention
-AXIAL = "axial"  # type for models without attention to all tokens
+OWN_ATTENTION = ("ring", "usp")  # types of sequence parallelism that don't use --attention
+AXIAL = "axial"  # type of sequence parallelism for models with axial attention
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
 BUT_ATTENTION = "but_attention"
 RECOMPUTE = ("none", "norms", "cheap", "half", "mlp", BUT_ATTENTION)
 
-# Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss; others measure samples.
+# Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss; other metrics measure samples.
 BEST = {
     "val_loss": True,
     "fid": True,
@@ -233,7 +233,7 @@ BEST = {
     "direction": False,
 }
 CHECKPOINT_FORMATS = ("auto", "whole", "sharded")
-# Suffixes of the file that identifies stored weights: all tensors, an index of ranks' shards, or an index of several
+# Suffixes of a weights file or index: one file with all tensors, an index of ranks' shards, or an index of several
 # files as in ``transformers``.
 WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 

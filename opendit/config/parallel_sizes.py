@@ -84,7 +84,7 @@ VIEWS = {  # group name -> mesh axes that the group spans
 class ParallelDims:
     """Sizes of the parallel groups. In the order of ranks, ``pp`` is outermost and ``tp`` innermost.
 
-    Groups are named as in AXES and VIEWS. There are two more: ``ep``, and ``ep_shard`` for ranks with equal experts.
+    Groups are named as in AXES and VIEWS. There are two more: ``ep``, and ``ep_shard`` for ranks with the same experts.
     Raises ValueError if a size is below 1, or ep does not divide dp_shard x sp x tp.
 
     Attributes:
@@ -144,7 +144,7 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the rank grid, outermost first, and the axes of groups called ``name``."""
+        """Return the sizes of the grid of ranks, outermost first, and the axes that groups called ``name`` span."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
             return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)
@@ -158,7 +158,7 @@ class ParallelDims:
 
 
 def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
-    """Return groups of ranks that differ only along ``axes``. Ranks count up along the last axis first."""
+    """Return groups of ranks that differ only along ``axes``. The last axis varies fastest."""
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
     def ranks(along: Sequence[int]) -> list[int]:
@@ -229,8 +229,8 @@ def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel
 def check_expert_parallel_size(
     size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int, stages: int = 1
 ) -> None:
-    """Raise ValueError unless groups of ``size`` divide the processes of each pipeline stage and model copy. With
-    tensor parallelism, ``size`` must be 1 or ``tensor_parallel``."""
+    """Raise ValueError unless ``size`` divides the number of processes per model copy and pipeline stage. With tensor
+    parallelism, ``size`` must be 1 or ``tensor_parallel``."""
     flag = f"--expert_parallel_size {size}"
     if size < 1:
         raise ValueError(f"{flag}: out of range; give 1 or more")
@@ -252,14 +252,14 @@ def check_expert_parallel_size(
 
 
 def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
-    """Parse --offload. Return the offloaded optimizer state and averages, as in OFFLOAD, and the number of offloaded
-    blocks. 10**6 means all blocks. Trained blocks move with their state; ``frozen`` blocks (--lora) have none."""
+    """Parse --offload. Return a value of OFFLOAD and the number of offloaded blocks; 10**6 means all. Offloaded blocks
+    take their optimizer state and averages along, unless they are ``frozen`` (--lora)."""
     blocks, _, count = text.partition(":")
     return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:
-    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``. ``sharing`` ranks share samples."""
+    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``. sharing: number of ranks per sample."""
     if world_size % (copies * sharing):
         size = f" in groups of {sharing} that share samples" if sharing > 1 else ""
         raise ValueError(
@@ -269,7 +269,8 @@ def check_replicate(copies: int, sharing: int, world_size: int) -> None:
 
 
 def check_cfg_parallel(sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless the processes divide into pairs of groups, one for each half of guidance."""
+    """Raise ValueError unless the processes divide into pairs of groups. A pair's groups compute the two halves of
+    guidance."""
     ranks = 2 * sequence_parallel * tensor_parallel
     if world_size % ranks:
         sizes = {"--sequence_parallel_size": sequence_parallel, "--tensor_parallel_size": tensor_parallel}

@@ -25,7 +25,7 @@ TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Val
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
 BY_TIME = "frames a second, by the times in a clip's file, instead"
 CLIP_FLAGS = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader")
-ENERGON = ".nv-meta"  # Energon's metadata in a data set
+ENERGON = ".nv-meta"  # folder with Energon's metadata in a data set
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
 PREFIX, WORDS = "words before every caption; in a folder also for files without one", Value(free=True, unit="words")
 PROCESSES = whole(1, WORKERS["at_most"], "processes")

@@ -50,7 +50,7 @@ FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 @dataclass(frozen=True)
 class TaylorCache:
     """TaylorSeers [T]: evaluate the blocks only in every ``every``-th step. Other steps extrapolate the blocks'
-    residual from its last ``order`` + 1 values."""
+    residual (output minus input) from its last ``order`` + 1 values."""
 
     every: int
     order: int = 2
@@ -68,8 +68,8 @@ class TaylorCache:
 class FirstBlockCache:
     """First-block cache [F]: evaluate the first block in every step, and all others only if necessary.
 
-    The first block's residual is compared with the last complete step. If the relative change is below ``threshold``,
-    that step's residual of all other blocks is used again.
+    If the first block's residual (output minus input) changed by less than ``threshold`` since the last complete step,
+    the residual of all other blocks from that step is used again.
     """
 
     threshold: float = THRESHOLD
@@ -117,7 +117,7 @@ def _number(text: str) -> float | None:
 @dataclass(frozen=True)
 class Approximations:
     """All approximations of a sampling run; none by default. guidance_every: number of steps per evaluation of
-    guidance's unconditional half. Steps between evaluations use the last difference of the halves."""
+    guidance's unconditional half. Steps in between use the last difference between the two halves."""
 
     guidance_every: int = 1
     cache: Cache | None = None

@@ -240,8 +240,7 @@ class TrainConfig(
         return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
-        """Return the path of the network to train: --expert's network in ``folder``, the high-noise one for
-        ``both``."""
+        """Return the path of the network that --expert names in ``folder``; for ``both``, the high-noise network."""
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
             of_both = self.expert == "both" and (folder / "low").is_dir()  # a run's folder
@@ -507,7 +506,7 @@ class TrainConfig(
             if mock or self.sample_every is not None:  # grids are otherwise drawn every --ckpt_every steps
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
                 unused["ckpt_every"] = f"does nothing with --no_save and {other}"
-        # There are no sample grids for mock data, so the only flag for grids that may be set is --sample_every 0.
+        # Mock data have no sample grids. Among the flags for grids, only --sample_every 0 is allowed.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
@@ -549,7 +548,8 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """Set --batch_size to 1 by default with --bucket_tokens or --pack_tokens. It then counts groups or packs."""
+        """With --bucket_tokens or --pack_tokens, set --batch_size to 1 by default. The flag then counts groups or
+        packs."""
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
@@ -596,7 +596,7 @@ class TrainConfig(
 
     @property
     def token_route(self) -> TokenRoute | None:
-        """The parsed --route; None if all blocks see all tokens and nothing is fused."""
+        """The parsed --route; None if all blocks see all tokens and no tokens are fused."""
         if self.route is None:
             return None
         route = replace(parse_route(self.route), until=self.route_until, drop=self.route_drop)
@@ -700,8 +700,8 @@ class TrainConfig(
         return parse_offload(self.offload, frozen=self.lora is not None)[0]
 
     def check_streamed(self, world_size: int, known: bool = False) -> None:
-        """Raise ValueError for flags that exclude --offload blocks. known: True if a resumed run's LoRA flags are
-        set."""
+        """Raise ValueError for flags that exclude --offload blocks. known: True if resuming has already set the LoRA
+        flags."""
         if not self.streamed_blocks or self.parallel == "auto":
             return
         sharded = self.plugin == "fsdp" and world_size > 1
@@ -760,7 +760,7 @@ class TrainConfig(
         self._reject("pipeline_parallel_size", clashes)
 
     def _reject(self, flag: str, clashes: dict[str, bool]) -> None:
-        """Raise ValueError for the first true value of ``clashes``: "--other, reason" -> bool."""
+        """Raise ValueError for the first true value in ``clashes``, a dictionary "--other, reason" -> bool."""
         for what, clash in clashes.items():
             if clash:
                 raise ValueError(f"--{flag} {getattr(self, flag)}: does not work with {what}; leave one of them out")

@@ -216,8 +216,8 @@ def import_weights(
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """Read the weights to convert. A run gives its newest intact checkpoint; Meta's .pt needs ``model``. A LoRA is
-    merged into its base."""
+    """Read the weights to convert. A run's folder means its newest intact checkpoint, with a LoRA merged into its base.
+    Meta's .pt files need ``model``."""
     stands = pretrained.find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
         raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")
@@ -242,8 +242,8 @@ MOST_FILES = 10_000  # maximum number of files of a component
 
 
 def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
-    """Return {CAPTION_LENGTH: count} and add a note if a run's number of caption tokens is not the default of
-    diffusers' pipeline. Otherwise return {}."""
+    """Return {CAPTION_LENGTH: tokens}, and add a note, if a run's caption length is not the default of diffusers'
+    pipeline. Otherwise return {}."""
     text = None if weights.config is None else weights.config.text
     if text is None or text.max_tokens == family.text.tokens:
         return {}
@@ -473,8 +473,8 @@ def _named(products: Products, opened: foreign.PublishedFolder, form: str) -> di
 
 
 def _metadata(lora: Lora, opened: foreign.PublishedFolder, form: str, title: str) -> dict[str, str]:
-    """Return a LoRA file's metadata, with the keys that ComfyUI, AUTOMATIC1111 and model managers show: modelspec and
-    kohya's ss. No key is "rank" or "alpha" alone, because a program might apply its value a second time."""
+    """Return a LoRA file's metadata, with the keys that ComfyUI, AUTOMATIC1111 and model managers show. No key is
+    called "rank" or "alpha", because a program could then apply the value a second time."""
     family, alpha = opened.family, f"{lora.alpha:g}"
     variant = family.variant(opened.index)
     architecture = (variant and variant.architecture) or family.architecture
