@@ -44,18 +44,18 @@ from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
 PLUGINS = ("zero2", "fsdp")  # other plugins are considered only if --plugin names them
 SHOWN = 5
-PARTS = 4  # --offload is tried with each multiple of 1 / PARTS of the blocks
-ONE_BYTE = {False: "int8", True: "fp8"}  # --fp8 -> --base_precision: int8 is more exact, but FP8 products are faster
-BATCHES = 3  # micro-batch sizes to try, from the largest that fits down
+PARTS = 4  # --offload is tried in steps of 1 / PARTS of the blocks
+ONE_BYTE = {False: "int8", True: "fp8"}  # --fp8 -> storage with one byte per weight: int8 is more exact, FP8 faster
+BATCHES = 3  # number of micro-batch sizes to try: the largest that fits, then smaller ones
 # Relative gain in time that justifies one more kind of parallelism. It makes up for waits, which step_cost.py ignores.
 MARGIN = 0.01
 
 
 def storages(depth: int) -> list[tuple[str, str]]:
-    """Return pairs (storage of frozen blocks, --offload): exact and fast ones first, small ones last. The storage "one"
-    takes one byte per weight."""
+    """Return pairs (storage of frozen blocks, --offload), the most exact and fastest first, the smallest last. The
+    storage "one" takes one byte per weight."""
     offloads = ["none", *parts_of_blocks(depth)]
-    # copying bf16 blocks from host memory would take twice as long
+    # bf16 blocks are not offloaded: copying them would take twice as long
     return [("bf16", "none"), *itertools.product(("one", "nf4"), offloads)]
 
 
@@ -65,7 +65,7 @@ def parts_of_blocks(depth: int) -> list[str]:
 
 def dims_of(sizes: "Candidate | TrainConfig", world: int) -> ParallelDims:
     """Return the sizes of the mesh for ``world`` ranks."""
-    # tensor-parallel ranks also divide the experts, without "ep"
+    # tensor-parallel ranks already divide the experts
     experts = sizes.expert_parallel_size if sizes.tensor_parallel_size == 1 else 1
     return ParallelDims.fill(
         world,
@@ -126,7 +126,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its estimates: bytes of memory per rank, cost and samples of a step."""
+    """A candidate with its estimates: bytes of memory per rank, a step's cost, and a step's number of samples."""
 
     candidate: Candidate
     setup: Setup
@@ -136,7 +136,7 @@ class Priced:
 
     @property
     def price(self) -> float:
-        """Return the seconds per sample, plus ``MARGIN`` for each kind of parallelism in use."""
+        """Return the seconds per sample, increased by ``MARGIN`` for each kind of parallelism in use."""
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
@@ -165,7 +165,7 @@ class Circumstances:
     has_gpu: bool = True
 
     def memory(self, needs: Estimate) -> float:
-        """Return the bytes of ``capacity`` that a rank needs."""
+        """Return a rank's bytes, to compare with ``capacity``. On a CPU, they include the bytes in host memory."""
         return needs.total if self.has_gpu else needs.total + needs.host_total
 
 
@@ -189,7 +189,7 @@ class Search:
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def storages(self) -> list[tuple[str, str]]:
-        """Return pairs (--base_precision, --offload) to try: exact and fast ones first, small ones last."""
+        """Return pairs (--base_precision, --offload) to try, the most exact and fastest first, the smallest last."""
         flags, depth = self.flags, self.config.depth
         found = [("bf16", offload) for offload in OFFLOADED]
         if flags.lora is None:
@@ -203,8 +203,8 @@ class Search:
         return list(dict.fromkeys(found))
 
     def forms(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> Iterator[Candidate]:
-        """Yield candidates without a micro-batch size. With ``pipelines``, a pipeline's stages lie on different
-        machines, unless a flag sets their number."""
+        """Yield candidates; :meth:`batches` adds their micro-batch sizes. With ``pipelines``, a pipeline's stages lie
+        on different machines, unless a flag sets the number of stages."""
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
@@ -241,7 +241,7 @@ class Search:
         return self.options("expert_parallel_size", here)
 
     def levels(self) -> Iterator[tuple[str, bool]]:
-        """Yield pairs (--recompute, --grad_checkpoint), from no recomputation to complete blocks."""
+        """Yield pairs (--recompute, --grad_checkpoint), from no recomputation to all blocks."""
         for checkpoint in self.options("grad_checkpoint", (False, True)):
             for recompute in self.options("recompute", ("none",) if checkpoint else RECOMPUTE):
                 yield recompute, checkpoint
@@ -327,7 +327,7 @@ class Search:
     def best(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> list[Priced]:
         """Return the best candidate for each :attr:`Candidate.product`, the fastest first."""
         found: dict[tuple[Any, ...], Priced] = {}
-        enough: dict[tuple[Any, ...], int] = {}  # product -> largest size that already fits with less recomputation
+        enough: dict[tuple[Any, ...], int] = {}  # product -> largest batch size that fits with less recomputation
         for form in self.forms(offload, pipelines, base_precision):
             if not self.takes(form):
                 continue
@@ -355,8 +355,8 @@ def choose(
 ) -> tuple[list[Priced], DiTConfig]:
     """Return the best candidates, the fastest first, and the model's configuration.
 
-    At most ``shown`` candidates are returned, each with another :attr:`Candidate.product`. Smaller storage, and then
-    pipelines, are tried only if nothing fits without. Raises ValueError with advice if nothing fits or all are refused.
+    At most ``shown`` candidates are returned, with different values of :attr:`Candidate.product`. If nothing fits,
+    smaller storage is tried, and then pipelines. Raises ValueError with advice if nothing fits or all are refused.
     """
     search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
@@ -390,8 +390,8 @@ def decide(
 
 
 def decide_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """Choose values on rank 0 by :func:`decide`, and print why. Every rank returns its flags and mesh, or the error.
-    All ranks must call this."""
+    """Choose values on rank 0 by :func:`decide`, and print why. Every rank gets the flags and its new mesh, or raises
+    rank 0's error. All ranks must call this."""
     where, origin = circumstances(flags, mesh)
     found = flags, None
     if mesh.is_main:
@@ -411,8 +411,8 @@ def decide_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
     """Return the run's hardware, and the source of its measurements. All ranks must call this.
 
-    The capacity is that of --card, else the smallest GPU's usable memory or, without GPUs, a rank's share of the
-    host's. Raises ValueError for a wrong --hardware or --card.
+    The capacity comes from --card. Without --card, it is the smallest GPU's usable memory, or a rank's share of host
+    memory if there are no GPUs. Raises ValueError for a wrong --hardware or --card.
     """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
@@ -471,7 +471,7 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
 
 
 def candidates(search: Search, float8: bool) -> Iterator[dict[str, Any]]:
-    """Yield dictionaries flag -> value: exact and fast ones first, small ones last."""
+    """Yield dictionaries flag -> value, the most exact and fastest first, those with the least memory last."""
     flags, options = search.flags, search.options
     # fsdp needs less memory than zero2: it also shards the frozen weights
     plugins = options("plugin", PLUGINS if search.where.world > 1 else ("zero2",))
@@ -560,7 +560,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
 
 
 def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batch: int, where: Circumstances) -> int:
-    """Return the smallest number of recomputed blocks with which a step fits, or all blocks if there is no choice."""
+    """Return the smallest number of recomputed blocks with which a step fits; all blocks if flags fix the number."""
     depth = config.depth
     chosen = (
         {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given
@@ -593,7 +593,7 @@ ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
 
 
 def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
-    """Yield a line for each loss of accuracy or time."""
+    """Yield a line for each loss of accuracy or time that the flags cause."""
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"

@@ -48,7 +48,7 @@ from opendit.training.validation import Validation
 logger = logging.getLogger(__name__)
 
 
-@collection_paused()  # an engine's imports would otherwise start slow collections
+@collection_paused()  # no garbage collection during an engine's imports, because it would be slow
 def build_model_and_engine(run: Run) -> Engine:
     flags = run.flags
     torch.set_float32_matmul_precision("high")  # use TF32 for matrix products that stay in fp32 on a GPU
@@ -107,7 +107,7 @@ def build_model_and_engine(run: Run) -> Engine:
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if run.lora is not None and not cut and not recomputed and run.kernels.ops.float8:
-        keep_weights(model)  # costs no memory: the backward pass needs all casts anyway
+        keep_weights(model)  # costs no memory: the backward pass also needs all casts
     return engine
 
 
@@ -213,13 +213,13 @@ def sharded_checkpoints(run: Run, engine: Engine) -> bool:
 
 
 def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # ranks that share samples all skip the file
+    if mesh.leads_sharing:  # ranks that share samples skip the same file; one of them reports it
         logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
 class Evaluation(Protocol):
-    """Interface for evaluating samples drawn with the EMA weights. Implemented in opendit/evaluation. ``of`` identifies
-    the settings that determine the results."""
+    """Interface for evaluating samples of the EMA weights. Implemented in opendit/evaluation. of: identifier of the
+    settings that determine the results."""
 
     of: str
 
@@ -287,7 +287,7 @@ def recorded_end(run: Run, supervisor: Supervisor) -> Iterator[None]:
 
     with failures.survive(ENDED):
         with contextlib.suppress(FileNotFoundError):
-            remove(run.folder / ENDED, root=run.folder)  # an earlier start's
+            remove(run.folder / ENDED, root=run.folder)  # written by an earlier start
         if path := os.environ.get(RUN_FOLDER_FILE):
             Path(path).write_text(f"{run.folder}\n", encoding="utf-8")
     supervisor.closes(lambda _: write(failed=True))

@@ -134,7 +134,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
 
 
 def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
-    """Return the caption settings of the model to resume or start from; None without one, or without its file."""
+    """Return the caption settings of the model to resume or start from. None without such a model or its file."""
     if resume is None and flags.pretrained is None:
         return None
     with suppress(OSError):
@@ -301,7 +301,7 @@ def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, 
 
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
-    """Return how many samples of the configured size have as many tokens as a rank's micro-batch, rounded up."""
+    """Return a rank's micro-batch size. Tokens are converted to samples of the configured size."""
     if flags.tokens is None:
         return flags.batch_size
     tokens = config.tokens + (config.caption_tokens if flags.pack_tokens is not None else 0)

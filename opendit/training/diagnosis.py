@@ -129,7 +129,8 @@ def _eagerly() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, micro_batch: MicroBatch | PackedMicroBatch) -> Iterator[list[tuple[str, list[int]]]]:
-    """Yield a list that hooks fill with the first module with a non-finite output, and its samples."""
+    """Yield a list that hooks fill with one entry: the name of the first module with a non-finite output, and the
+    samples with such values."""
     found: list[tuple[str, list[int]]] = []
 
     def hook(name: str):
@@ -163,8 +164,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> list[int] | None:
-    """Return the indices of samples with non-finite values. None if the tensor is finite or has no floats. All samples
-    are returned if the tensor has no dimension for them."""
+    """Return the indices of samples with non-finite values, or of all samples if the tensor has no dimension for
+    samples. Return None if the tensor is finite or has no floats."""
     if tensor.dtype not in FLOATS or tensor.numel() == 0:
         return None
     finite = tensor.isfinite()

@@ -60,7 +60,7 @@ OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions norm mlp full_attention "
     "patch_bottleneck expert_capacity use_video lora lora_alpha lora_targets given_frames".split()
 )
-# Flags that are compared by entries that :func:`fingerprint` derives from them.
+# Flags that are compared through entries with other names, see :func:`fingerprint`.
 DERIVED = frozenset(
     "data_path energon_cooker file_column caption_column caption_prefix validate_share vae text_encoder text_precision "
     "pretrained expert random_flip batch_size grad_accumulation global_batch_size epochs max_steps ema_decay "
@@ -276,7 +276,7 @@ def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]
 
 
 def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe settings that the checkpoint does not record."""
+    """Return notes on settings that the checkpoint does not record."""
     compared = set(by_value(now["objective"]))
     values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in compared}
     missing = [name for name in values if name not in stored]
@@ -316,7 +316,7 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
         then, value = bool(then), bool(value)
     if name == "source":
         then, value = (f"{one.get('opendit')} ({one.get('commit') or 'no commit'})" for one in (stored, now))
-    elif f"{name}_path" in now:  # a hash tells a reader nothing
+    elif f"{name}_path" in now:  # show the path, because a hash tells a reader nothing
         then, value = (one.get(f"{name}_path") for one in (stored, now))
         means = f"other weights: {means}"
     return f"{_called(name)} {_shown(then)} -> {_shown(value)}: {means}"

@@ -34,7 +34,7 @@ class NoData(DataError):
 
 
 class Interrupt:
-    """Context manager that notes a first signal, one of ``SIGNALS``. A second signal ends the process at once.
+    """Context manager that records a first signal, one of ``SIGNALS``. A second signal ends the process at once.
 
     Use it in the main thread of every rank. Ranks receive signals at different moments, so they must agree in every
     step: call :meth:`ask` before the optimizer's step and :meth:`answer` after it.
@@ -120,7 +120,7 @@ class Interrupt:
             os.kill(os.getpid(), number)
 
     def _hand_back(self) -> None:
-        """Restore the default handlers. They also work while Python waits inside a collective."""
+        """Restore the default handlers, which end the process even while Python waits inside a collective."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 

@@ -82,7 +82,7 @@ class MicroBatch(NamedTuple):
         return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
-        """Return the network's times: ``timestep`` (B,), or per frame, (B, T), with conditioning frames in place."""
+        """Return times for the network: ``timestep`` (B,), or (B, T), per frame, with conditioning frames in place."""
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
@@ -121,7 +121,7 @@ class MicroBatch(NamedTuple):
         return cls(x0, t, noise, y, given, in_place, *more)
 
     def clone(self) -> "MicroBatch":
-        """Return a copy of all tensors. Its captions count as padded if any caption is."""
+        """Return a copy of all tensors. The copy's captions count as padded if any caption is padded."""
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
         dropped = None if self.dropped is None else y.pop()
@@ -185,8 +185,7 @@ class PackedMicroBatch:
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of samples with True in ``marked``, (tokens, ...) or (segments, ...); all for other
-        shapes."""
+        """Return the samples with True in ``marked``, (tokens, ...) or (segments, ...); all for other shapes."""
         count, tokens = len(self.segments.grids), self.segments.tokens
         if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
             marked = marked[0]
@@ -231,8 +230,8 @@ class Latents:
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
 
     def of_first_frames(self, x: Tensor) -> Tensor:
-        """Return mask and latents of first frames, encoded without noise (:func:`give_beside`). x: clips (B, 3, T, H,
-        W), or cached means (B, C, t, h, w) of clips. Cached clips have grey frames after the first."""
+        """Return mask and latents of first frames (see :func:`give_beside`), encoded without noise. x: clips (B, 3, T,
+        H, W), or cached means (B, C, t, h, w) of clips. Cached clips have grey frames after the first."""
         if self.cached is not None:
             return give_beside(
                 sample_moments(torch.cat([x, torch.zeros_like(x)], dim=1), torch.zeros_like(x), *self.cached)
@@ -318,8 +317,8 @@ class Packing:
     def route(
         self, segments: Segments, inputs: SampleInputs, step: int, index: Tensor
     ) -> tuple[Segments, Tensor | None, Tensor | None]:
-        """Draw each segment's tokens for the routed blocks, by the random numbers of a run without packs. Return the
-        segments with their drawn lengths, and the micro-batch's ``kept`` and ``dropped``."""
+        """Choose each segment's tokens for the routed blocks, with the random numbers of a run without packs. Return
+        the segments with their reduced lengths, and the micro-batch's ``kept`` and ``dropped``."""
         kept, counts, dropped = [], [], []
         for run in segments.runs:
             own = slice(run.segment, run.segment + run.count)

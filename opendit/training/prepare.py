@@ -67,7 +67,7 @@ from opendit.training.model_plan import (
 )
 from opendit.training.run import Run
 
-# Errors that a program prints without a traceback: of prepare(), and of the run after it.
+# Errors that are printed without a traceback: those of prepare(), and those of the run.
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 
@@ -223,8 +223,9 @@ def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
 def make_deterministic() -> None:
     """Make torch give bit-identical results in every run on one kind of GPU and libraries (--deterministic).
 
-    An operation without a deterministic implementation raises RuntimeError. With ``warn_only``, attention would sum dq
-    in any order. cuBLAS needs a workspace of fixed size before its first use.
+    An operation without a deterministic implementation raises RuntimeError. ``warn_only`` is not used, because
+    attention would then sum the gradient of q in any order. cuBLAS needs a workspace of fixed size before its first
+    use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -265,8 +266,8 @@ def agree_on_attention(
     checkpoint to resume from, if any.
 
     Attention kernels round differently. With --attention auto, a resumed run therefore prefers its checkpoint's kernel.
-    With --deterministic, a GPU uses FlashAttention (in fp32, the memory-efficient kernel), because cuDNN sums dq in any
-    order.
+    With --deterministic, a GPU uses FlashAttention (in fp32, the memory-efficient kernel), because cuDNN sums the
+    gradient of q in any order.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
     stored = stored if flags.attention == "auto" else None
@@ -287,7 +288,7 @@ def agree_on_attention(
 def _codec(
     flags: TrainConfig, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
 ) -> ImageCodec | VideoCodec | None:
-    """Load the VAE; None if nothing needs it. If only sample grids do, a missing VAE gives None and a note."""
+    """Load the VAE; None if nothing needs it. If only sample grids need it, a missing VAE gives None and a note."""
     if only_cached := _named_by_the_cache_alone(flags, dataset, vae):
         notes.append(
             f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
@@ -311,8 +312,8 @@ def _codec(
 
 
 def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
-    """Return the flags that allow loading the encoders that only the index of cached latents names. An index may come
-    from a stranger, so only well-known names are loaded without flags."""
+    """Return --vae and --text_encoder for encoders that only the index of cached latents names. An index may come from
+    a stranger, so the user must confirm names that are not well-known."""
     about = dataset.describe()
     if about.kind != "latents" or isinstance(dataset, MockDataset):
         return []

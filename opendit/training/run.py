@@ -54,7 +54,7 @@ from opendit.training.step_cost import training_flops
 
 @dataclass(frozen=True)
 class Due:
-    """The work that is due after a step. ``refuse``: the run ends without saving, because a fault skipped steps."""
+    """The work that is due after a step. refuse: end the run without saving, because a fault skipped steps."""
 
     log: bool
     save: bool
@@ -99,7 +99,7 @@ class PeriodicWork:
         evaluate = _every(flags.evaluate_every, self._done) or (ended and flags.evaluate_every > 0)
         evaluate = not self._stopping and (evaluate or (save and flags.ckpt_best is not None and not by_loss))
         return Due(
-            # A run resumed from this checkpoint starts a new mean of the loss.
+            # log at a save, because a resumed run starts a new mean of the loss
             log=save or last or validate or evaluate or _every(flags.log_every, self._done),
             save=save,
             refuse=flags.save and last and failing,

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class EagerPasses(Protocol):
-    """Interface of ``train.EagerPasses``: the passes of one micro-batch, kernel by kernel. A step's loss is the mean
-    over its ``micro_batches`` micro-batches."""
+    """Interface of ``train.EagerPasses``: a micro-batch's passes without a CUDA graph. A step's loss is the mean over
+    its ``micro_batches`` micro-batches."""
 
     @property
     def engine(self) -> Engine: ...
@@ -54,8 +54,7 @@ class EagerPasses(Protocol):
 
 
 class Runner(ABC):
-    """Runs the passes of training steps. In training, only runners call the model. ``note`` says whether CUDA graphs
-    are used and, if not, why."""
+    """Runs the passes of training steps. In training, only runners call the model. note: on CUDA graphs, to print."""
 
     engine: Engine
     note: str
@@ -87,7 +86,7 @@ class Runner(ABC):
 
 
 class EagerRunner(Runner):
-    """Runner that launches every micro-batch kernel by kernel."""
+    """Runner that launches a micro-batch's kernels one by one."""
 
     def __init__(self, eager: EagerPasses, note: str = ""):
         self.eager, self.engine, self.note = eager, eager.engine, note
@@ -134,7 +133,7 @@ class CUDAGraphRunner(EagerRunner):
     """Runner that records a micro-batch after a warm-up, and replays the recording for micro-batches of equal shapes.
 
     There are two graphs: a step's first micro-batch sets the gradients, and later micro-batches add to them. A
-    micro-batch that can't be recorded or replayed runs kernel by kernel, with equal results. The objective and model of
+    micro-batch that can't be recorded or replayed runs without a graph, with equal results. The objective and model of
     ``eager`` must not wait for the device, and only the micro-batch may change between replays.
     """
 
@@ -265,7 +264,7 @@ class Passes:
             raise ValueError(f"a step has {self._number} micro-batches, got {number}")
 
     def key_of(self, number: int) -> tuple[int, ...]:
-        """Return the sizes that determine a micro-batch's number of tokens: of its latents and captions."""
+        """Return the sizes of a micro-batch's latents and captions, which determine its number of tokens."""
         micro_batch = self._micro_batch(number)[0]
         return (*micro_batch.x0.shape, *micro_batch.condition.shape[1:])
 
@@ -303,8 +302,8 @@ class Passes:
 
 
 def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False) -> Runner:
-    """Return a runner for pipelines, for CUDA graphs (if ``graph`` and possible), or for eager passes. packs: True with
-    --pack_tokens. The runner's ``note`` states the reason."""
+    """Return a runner for pipelines, for CUDA graphs, or for eager passes. graph: True to use CUDA graphs if possible.
+    packs: True with --pack_tokens."""
     engine = eager.engine
     if engine.mesh.pp_size > 1:
         return PipelineRunner(engine, eager.objective, eager.micro_batches)

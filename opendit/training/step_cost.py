@@ -43,7 +43,7 @@ QUANTISED = 20  # units read and written to quantise the operands of float8 prod
 UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moments, gradient, working weight
 # Further bytes per weight to decode and encode 8-bit moments: by kernels, and by torch's many passes (ddp).
 DECODED, DECODED_BY_TORCH = 20, 330
-AVERAGE = 8  # bytes read and written per weight and moving average
+AVERAGE = 8  # bytes read and written per weight for each moving average
 # Tensor parallelism's gathers and sums of N x D values per pair of divided layers. A matrix product hides one of them.
 GATHERS_OF_A_PAIR = 5
 
@@ -121,7 +121,7 @@ def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
 
 @functools.cache
 def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
-    """Return (count, FLOPs of a sample's forward pass, attention's number of keys or None) for each term with FLOPs."""
+    """Return the plan's terms with FLOPs: (count, a sample's forward FLOPs, attention's number of keys or None)."""
     found = []
     for term in plan_of(config).flops:
         count = config.depth if term.per_block else 1
@@ -214,11 +214,11 @@ class _Step:
             "recomputed": recomputed,
         }
         if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
-            # Every pass reads the stored weights and writes dense weights.
+            # Every pass reads stored weights and writes weights in the working precision.
             numbers, stored, _ = stored_weights(config, setup)
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
-        # Both passes copy blocks over one direction of the link. The other direction carries gradients.
+        # Both passes copy blocks in one direction of the link. Gradients use the opposite direction.
         travel = 2 * of_streamed(config, setup)[0] / (self.hardware.host_link / 2)
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
@@ -319,7 +319,7 @@ class _Step:
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
-        """Return the traffic of tokens to their experts and back, in both passes. The shared MLP hides one way."""
+        """Return the traffic of tokens to their experts and back, in both passes. The shared MLP hides half."""
         ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
         if ranks == 1 or self.setup.tensor_parallel > 1:
             return Traffic()

@@ -60,8 +60,8 @@ class FixedSamples:
 
     Attributes:
         quantiles: (count,) float64 in (0, 1).
-        micro_batches: indices of each micro-batch's ``size`` losses. Its samples have one shape.
-        new: for each micro-batch, the number of leading losses that count. The others repeat losses to fill it.
+        micro_batches: indices of each micro-batch's ``size`` losses. A micro-batch's samples have one shape.
+        new: for each micro-batch, the number of leading losses that count. The rest fills the micro-batch.
     """
 
     def __init__(self, dataset: MediaDataset, count: int, size: int):
@@ -87,8 +87,8 @@ MOST = 20  # upper end of the heat map's scale, in % above a level's lowest loss
 
 @dataclass
 class LossHistory:
-    """Validations of a run, oldest first. A loss that was not finite is None. ``noise``: sigma of each noise level,
-    ascending. ``by_noise``: each validation's mean loss per level."""
+    """A run's validations, oldest first. A loss that was not finite is None. noise: sigma of each noise level,
+    ascending. by_noise: each validation's mean loss per level."""
 
     noise: list[float]
     steps: list[int] = field(default_factory=list)
