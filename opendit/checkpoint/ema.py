@@ -1,9 +1,9 @@
 """Averages of the fp32 master weights, by exponential or power functions.
 
 Power averages follow T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2),
-arXiv 2312.02696, sec. 3 and appendix C. A power average's width is chosen after training. The weights after update i
-have the factor i^exponent. These factors are the average's profile. The width (sigma_rel) is the profile's standard
-deviation divided by the number of updates."""
+arXiv 2312.02696, sec. 3 and appendix C. Their width can be chosen after training. In such an average, the weights after
+update i have the factor i^exponent; these factors are the average's profile. The width (sigma_rel) is the profile's
+standard deviation divided by the number of updates."""
 
 import contextlib
 import json
@@ -23,8 +23,8 @@ from opendit.common.safe_files import make_folder
 from opendit.config.names import WHOLE
 from opendit.parallel.engines import Engine
 
-# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY); rate 0 means no warm-up. New runs use
-# WARMUP. FIRST_WARMUP is for runs that an earlier version began with --ema_warmup.
+# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). The rate is WARMUP in new runs, 0 for no
+# warm-up, and FIRST_WARMUP in runs that an earlier version began with --ema_warmup.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
@@ -35,12 +35,12 @@ class EMA:
 
     Args:
         engine: the engine with the masters. The averages start as copies.
-        decays: the decay of each average. The first average is the one to sample from.
-        warmup: the rate of the warm-up, ``WARMUP`` in new runs; 0 for constant decays (see :meth:`decays_after`).
+        decays: the decay of each average. Sampling uses the first average.
+        warmup: the rate of the warm-up, see :meth:`decays_after`. 0 means constant decays.
         power: True if ``decays`` are widths of power averages; see the module's docstring.
 
     Attributes:
-        snapshots: with power averages, the steps of this run's saved checkpoints.
+        snapshots: with power averages, the steps at which this run has saved checkpoints.
     """
 
     def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: float = 0, *, power: bool = False):
@@ -53,7 +53,7 @@ class EMA:
         for shards in self._averages:
             for name, shard in masters.items():
                 shards[name].copy_(shard.detach())
-        # number of updates, also before a resume
+        # number of updates since the run's first start, without skipped steps
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
         # each average's decay, or a power average's exponent + 1
@@ -62,16 +62,15 @@ class EMA:
 
     @property
     def averages(self) -> list[dict[str, Tensor]]:
-        """Wait for the last step's update, and return this rank's shards by name, in a dictionary per average."""
+        """Wait for the last step's update, and return this rank's shards: one dictionary by name for each average."""
         self.engine.wait_for_averages()
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """Return the decays of update number n + 1, (K,) float64. updates: n, 0-dim int64, without skipped steps.
+        """Return the averages' decays of update n + 1, (K,) float64. updates: n, 0-dim int64.
 
         A warm-up with rate r limits the decay to 1 - r / (n + 10). With r = 10, the first update copies the weights,
-        and early averages span n / 10 updates. A power average's decay is (1 - 1 / (n + 1)) ** (exponent + 1), EDM2's
-        eq. 123."""
+        and early averages span n / 10 updates. A power average has the decay (1 - 1 / (n + 1)) ** (exponent + 1)."""
         if self.power:
             return (1 - 1 / (updates.double() + 1)) ** self._numbers
         if not self.warmup:
@@ -81,7 +80,7 @@ class EMA:
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
         """Update average += (1 - decay) * (master - average), unless ``finite`` is False. Call this after every step.
-        With zero2 and fsdp, it does nothing, because the optimizer's step updates the averages."""
+        With zero2 and fsdp, this method does nothing, because the optimizer's step updates the averages."""
         if self._in_the_step or not finite:
             return
         masters = list(self.engine.masters().values())
@@ -101,12 +100,12 @@ class EMA:
 
     @torch.no_grad()
     def set(self, which: int, name: str, shard: Tensor) -> None:
-        """Set this rank's shard (see ``engine.layout``) of a parameter in average number ``which``."""
+        """Set this rank's shard of a parameter (see ``engine.layout``) in average number ``which``."""
         self.averages[which][name].copy_(shard)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Swap the engine's masters with the first average, in place, inside the context. The exit undoes the swap
+        """Context in which the engine's masters and the first average are swapped, in place. The exit swaps them back
         exactly. All ranks must enter and leave. Don't train or save inside the context."""
         self._exchange()
         try:
@@ -126,9 +125,9 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None) -> Iterator[nn.Module | None]:
-        """Replace the weights of ``model`` by the first average, cast to the model's dtype, inside the context.
+        """Context in which ``model`` has the first average's weights, cast to the model's dtype.
 
-        All ranks must call this. Ranks that only help to gather pass None. On exit, the model gets its previous weights
+        All ranks must call this. Ranks without a model to fill pass None. On exit, the model gets its previous weights
         back exactly, from host memory. The device needs memory for one more full parameter.
 
         With tensor parallelism, ``model`` is this rank's model. If every rank holds all weights (``engine.whole``),
@@ -156,8 +155,8 @@ class Profile:
 
 
 def exponent_of(width: float) -> float:
-    """Return the exponent (gamma) of the power average with this ``width``: the largest root of EDM2's eq. 127. width:
-    between 0 and 0.288, both excluded. At 0.288, the exponent is 0."""
+    """Return the exponent (gamma) of the power average with this ``width``, the largest root of EDM2's eq. 127. width:
+    above 0 and below 0.288, where the exponent is 0."""
     inverse = width**-2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
@@ -170,8 +169,8 @@ def correlation(one: Profile, other: Profile) -> float:
 
 
 def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
-    """Return n float64 factors with sum 1. With these factors, n stored averages sum up to about the wanted average.
-    The factors are a least-squares fit of the profiles (EDM2, appendix C.3)."""
+    """Return n float64 factors with sum 1. The n stored averages, times these factors, add up to about the wanted
+    average. The factors are a least-squares fit of the profiles (EDM2, appendix C.3)."""
     matrix = np.array([[correlation(one, other) for other in stored] for one in stored])
     found = np.linalg.solve(matrix, np.array([correlation(one, wanted) for one in stored]))
     return found / found.sum()
@@ -213,9 +212,9 @@ def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
 def reconstruct(path: Path, width: float) -> Path:
     """Compute a checkpoint's power average with another width, from all averages that the run had stored by then.
 
-    path: a run's or checkpoint's folder. The result is a file in the run's folder ``averages``; an existing file is
-    used again. Return the file, or the index of several files. Raises ValueError if the checkpoint has no power
-    averages, or one is damaged. Raises OSError if no weights are found, or the file can't be written."""
+    path: a run's or checkpoint's folder. Return a file in the run's folder ``averages``, or the index of several files.
+    An existing file is used again. Raises ValueError if the checkpoint has no power averages, or one is damaged. Raises
+    OSError if no weights are found, or the file can't be written."""
     stored = find_weights(path, AVERAGE_SET)
     folder, state = stored.parent, _state(stored)
     if (steps := state.get("snapshots")) is None:
@@ -233,7 +232,7 @@ def reconstruct(path: Path, width: float) -> Path:
     factors = coefficients([profile for profile, _ in found], Profile(state["updates"], width))
     read = [read_weights(file) for _, file in found]
     make_folder(run / AVERAGES, root=run)
-    # The last snapshot is the checkpoint's, with its configuration.
+    # The last snapshot is the checkpoint itself. Its configuration is used.
     total = _Sum([weights.state for weights in read], factors.tolist())
     metadata = {"format": "pt", METADATA_KEY: json.dumps(read[-1].info)}
     return write_weights(output, total, metadata)[0]

@@ -119,8 +119,9 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
     """Infer a class-conditional DiT's configuration from its name and weight shapes, for square inputs.
 
     The last layer's rows show whether the model predicts a variance. ``num_classes`` shows whether the label table's
-    last row is the null class. If it is None, only tables of 1000 rows (ImageNet) are assumed to have no null class,
-    see :func:`assumption`. Raises ValueError if ``name`` is a model for clips, or the weights don't fit."""
+    last row is the null class. If ``num_classes`` is None, a table of 1000 rows (ImageNet) is assumed to have no null
+    class, and every other table to have one; see :func:`assumption`. Raises ValueError if ``name`` is a model for
+    clips, or the weights don't fit."""
     if is_video(name):
         raise ValueError(f"{path} says nothing of the frames that --model {name} takes; give a checkpoint of OpenDiT")
     dimensions = {"x_embedder.proj.weight": 4, "pos_embed": 3, LABELS: 2, "final_layer.linear.weight": 2}
@@ -163,8 +164,8 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
-    """Return a message, in a list, if :func:`infer_config` has guessed the meaning of the label table's last row. A
-    known number of classes, or 1001 rows as in Meta's checkpoints, needs no guess."""
+    """Return a message, in a list, if :func:`infer_config` has guessed whether the label table's last row is the null
+    class. Nothing is guessed for a known number of classes, or for 1001 rows as in Meta's checkpoints."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if weights.config is not None or weights.num_classes is not None or rows == IMAGENET_CLASSES + 1:
         return []
@@ -287,8 +288,8 @@ class PublishedFolder:
     def tensors(
         self, shapes: Mapping[str, Sequence[int]] | None = None, weights: Mapping[str, Tensor] | None = None
     ) -> MatchedTensors:
-        """Return the weights by OpenDiT's names. Raises ValueError if a weight does not fit. shapes: of all parameters,
-        by default :meth:`shapes`. weights: by published names, to use instead of the files."""
+        """Return the weights by OpenDiT's names. shapes: shapes of all parameters, by default :meth:`shapes`. weights:
+        weights by published names, to use instead of the files. Raises ValueError if a weight does not fit."""
         shapes = self.shapes() if shapes is None else shapes
         source = self.files if weights is None else weights
         return MatchedTensors(source, self.pairs, shapes, self.files.path, constants=self.family.constants)
@@ -455,7 +456,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            # Such families compute every dynamic shift by FLUX.2's formula.
+            # families with an empirical shift compute every dynamic shift by FLUX.2's formula
             if family.shift == "empirical" and objective.shift_tokens is not None:
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}

@@ -61,7 +61,7 @@ class Checkpoint:
 
     @property
     def averages(self) -> dict[float, str]:
-        """An average's decay or width -> name of its file or index."""
+        """Average's decay or width -> name of the average's file or index."""
         return {decay: name for name, decay in self.state["ema"]["files"].items()}
 
     @property
@@ -77,8 +77,8 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
     """Find and verify the checkpoint that ``--load`` names. All ranks must call this.
 
     ``latest`` or a run's folder means the run's newest intact checkpoint. A checkpoint's folder means this checkpoint
-    only. Return None for ``latest`` if no run has a checkpoint yet. Raises ValueError on every rank if there is no
-    intact checkpoint of this model."""
+    only. Return None for ``latest`` if no run has a checkpoint yet. Raises ValueError on every rank if this model has
+    no intact checkpoint there."""
     folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
     if problem:
         raise ValueError(problem)
@@ -165,7 +165,7 @@ def _check_listed(folder: Path, names: Iterable[str], files: list[str]) -> None:
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
     """Load a checkpoint into the engine and the averages. All ranks must call this. Each rank reads only its slices.
 
-    The plugin and the number of ranks may differ from the saved run's. An average with a new decay starts from the
+    Plugin and number of ranks may differ from those of the run that saved. An average with a new decay starts from the
     checkpoint's first average.
 
     Raises on every rank: Unloadable for missing tensors, FloatingPointError for tensors that are not finite, and
@@ -234,7 +234,7 @@ def _load(
 
 def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
     """Return prefix + name -> (set, name) for every tensor in ``files``, a list of (prefix, set). Raises Unloadable if
-    a key occurs in two sets, or a key of ``shapes`` is missing or has another shape."""
+    a key occurs twice, or a key of ``shapes`` is missing or has another shape."""
     folder, found = checkpoint.folder, {}
     for prefix, file in files:
         for name in file:

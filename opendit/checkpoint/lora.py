@@ -1,7 +1,7 @@
 """Read LoRA's low-rank products B A from OpenDiT runs and other programs' files, and add them to weights.
 
 Programs divide weights into layers differently: q, k and v are one layer in OpenDiT, but three in diffusers. So each
-product has a position in its weight, and renaming can move the product."""
+product has a position in its weight. Renaming a product can change its position."""
 
 import json
 import re
@@ -65,8 +65,9 @@ class PlacedLowRank:
     column: int = 0
 
     def within(self, dim: int, start: int, stop: int) -> "PlacedLowRank | None":
-        """Return the product within a range of rows (dim 0) or columns (dim 1), relative to ``start``; None without
-        overlap. A factor that is not cut is not copied."""
+        """Return the product within a range of rows (dim 0) or columns (dim 1), with its position relative to
+        ``start``. Return None if the product does not overlap with the range. A factor that is not cut is not
+        copied."""
         at, size = (self.row, len(self.b)) if dim == 0 else (self.column, self.a.shape[1])
         first, last = max(at, start), min(at + size, stop)
         if first >= last:
@@ -82,8 +83,9 @@ Products = dict[str, list[PlacedLowRank]]  # weight's name -> products to add
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
-    """Convert products for the weights ``here`` (name -> shape) to products for ``there``, another layout. pairs:
-    (names here, names there, dimension). Concatenated along the dimension, both lists of weights are equal."""
+    """Convert products for the weights ``here`` to products for ``there``, another layout of the same weights. here,
+    there: name -> shape. pairs: (names here, names there, dimension along which both lists concatenate to the same
+    tensor)."""
     found: Products = {}
     for ours, theirs, dim in pairs:
         starts = accumulate((here[name][dim] for name in ours), initial=0)
@@ -102,7 +104,7 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
-    """Return A (rank, columns) and B (rows, rank), where B A is the sum of ``products`` for one weight of this shape.
+    """Return A (rank, columns) and B (rows, rank). B A is the sum of ``products`` for one weight of this shape.
     Products with one A at one column share rows of A. scaled: multiply B by the scales."""
     starts: dict[tuple[int, int], int] = {}
     rank = 0
@@ -119,8 +121,8 @@ def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bo
 
 
 class Merged(Mapping[str, Tensor]):
-    """Base weights plus LoRA products, by OpenDiT's names. The fully trained weights ``full`` replace base weights. A
-    weight is computed on access: products are added in fp32, and the sum is cast to the base's dtype."""
+    """Base weights plus LoRA products, by OpenDiT's names. A weight is computed on access: products are added in fp32,
+    and the sum is cast to the base's dtype. full: fully trained weights, which replace base weights."""
 
     def __init__(self, base: Mapping[str, Tensor], products: Products, full: Mapping[str, Tensor]):
         self._base, self._products, self._full = base, products, full
@@ -154,8 +156,8 @@ class Merged(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
-        """Merge products and full weights into a model with base weights, one weight at a time on its device. layout:
-        for a model with slices of its weights."""
+        """Merge products and full weights into a model with base weights. Each weight is computed on the model's
+        device. layout: given if the model has slices of its weights."""
         for name, parameter in model.named_parameters():
             if name in self._products:
                 shape = tuple(parameter.shape) if layout is None else tuple(layout.shapes[name])
@@ -169,7 +171,7 @@ class Merged(Mapping[str, Tensor]):
 
 
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
-    """Return a --lora run's products, times ``weight``, and its fully trained weights, by OpenDiT's names."""
+    """Return a --lora run's products and its fully trained weights. weight: factor for the products."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     products = {
         f"{name.removesuffix(A)}.weight": [
@@ -182,7 +184,7 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
 
 
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:
-    """Map the authors' layers to published layers with slices of their rows. shapes: of published weights."""
+    """Return the authors' layer names -> published layers with slices of the rows. shapes: of published weights."""
     found = {}
     for pattern, parts in family.original.items():
         for number in count():
@@ -195,7 +197,7 @@ def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]
 
 
 def with_halves_exchanged(products: Products, family: Family) -> Products:
-    """Swap the two halves of rows in the layers ``family.exchanged``. Their published order is the opposite."""
+    """Swap the upper and lower half of the rows in the layers ``family.exchanged``: they are published swapped."""
     return {
         name: [replace(product, b=product.b.roll(len(product.b) // 2, 0)) for product in parts]
         if name.removesuffix(".weight") in family.exchanged
@@ -212,10 +214,10 @@ def of_file(
     weight: float = 1.0,
     notes: list[str] | None = None,
 ) -> Products:
-    """Return the products of a LoRA file for the public model ``opened``, times ``weight``, by OpenDiT's names.
+    """Return a LoRA file's products for the public model ``opened``, times ``weight``, by OpenDiT's names.
 
-    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. If it has no alpha, alpha comes from the
-    metadata or from peft's configuration file, or is the rank. Keys of text encoders are ignored with a message in
+    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. Alpha comes from the file, else from the
+    metadata or peft's configuration file, else it is the rank. Keys of text encoders are ignored with a message in
     ``notes``. They are errors if ``notes`` is None or there are no other keys.
 
     Raises ValueError for any other file. Each layer must have A and B once, in the right shapes."""
@@ -282,7 +284,7 @@ def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: Publis
 
 
 def _trained_on(metadata: Mapping[str, str]) -> str:
-    """Return a remark about the model that a LoRA file's metadata name, or ""."""
+    """Return a remark on the base model that a LoRA file's metadata name, or ""."""
     said = next((metadata[key] for key in ("base", "ss_base_model_version", ARCHITECTURE) if metadata.get(key)), None)
     return f" (this one was trained on {shown(said)})" if said else ""
 

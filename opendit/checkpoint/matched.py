@@ -1,7 +1,7 @@
 """Concatenate or split a set's tensors to get another set's tensors (opendit.models.families.base.Match).
 
 One class serves both directions: public weights under OpenDiT's names, and OpenDiT's weights under published names. A
-layout (opendit/parallel/layout.py) lists a shard's ranges in the stored tensors. A rank reads only these ranges."""
+rank reads only the ranges of stored tensors that its shards need (opendit/parallel/layout.py)."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ Pair = tuple[Names, Names, int]  # (names in one set, names in the second set, d
 
 @dataclass(frozen=True)
 class _Source:
-    """A stored tensor and its range [start, stop) in the joined tensor, along the joined dimension."""
+    """A stored tensor and its range [start, stop) along the dimension of concatenation."""
 
     name: str
     start: int
@@ -47,13 +47,13 @@ class _Place:
     sources: tuple[_Source, ...]  # the stored tensors that overlap with the range
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return runs of consecutive elements: a range of the joined tensor, or a shard of this range."""
+        """Return a range of the joined tensor, or a shard of this range, as runs of consecutive elements."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 
 
 class Reading:
-    """A shard to read, in the stored dtype. Stored tensors with different dtypes are promoted."""
+    """A shard to read, in the stored dtype. If stored tensors have different dtypes, the dtype is promoted."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
         self.shape, self.dtype = shape, dtype
@@ -64,7 +64,7 @@ class Reading:
         return math.prod(self.shape)
 
     def view(self) -> Tensor | None:
-        """Return a view of a stored tensor if it has the shard consecutively and in the wanted dtype; else None."""
+        """Return a view if a stored tensor has the shard's elements consecutively, in the same dtype; else None."""
         if not self.numel or len(self._runs.start) != 1:
             return None
         for tensor, runs in self._stored:
@@ -93,7 +93,7 @@ class MatchedTensors(TensorSet):
         source: the stored tensors, mapped or in memory.
         pairs: (names in this view, names in ``source``, dimension of concatenation).
         shapes, dtypes: of this view's tensors. The source's dtypes are the default.
-        constants: names of source tensors that this view omits; or, as a mapping, tensors that this view adds.
+        constants: a tuple of source names that this view omits, or a mapping with tensors that this view adds.
 
     Raises ValueError if a tensor is missing, is not in exactly one pair, or does not fit.
     """
@@ -161,7 +161,7 @@ class MatchedTensors(TensorSet):
         return Reading(shape, TORCH_DTYPES[self.dtypes[name]], place.runs(place.start, place.stop, shard), stored)
 
     def _stored(self, name: str) -> Tensor:
-        """Return a flattened source tensor. The last one is cached, because consecutive tensors often share it."""
+        """Return a flattened source tensor. The last one is cached, because consecutive names often share it."""
         if self._last[0] != name:
             self._last = (name, (self._added if name in self._added else self._source)[name].reshape(-1))
         return self._last[1]
@@ -206,7 +206,7 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if tensors of both shapes have equal rows, as a convolution's weight and its matrix."""
+    """Return True if the shapes differ only in how a row is shaped, or in dimensions of size 1."""
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]

@@ -35,7 +35,7 @@ from opendit.parallel.mesh import ControlGroup, Mesh
 from opendit.parallel.tensor import divide, layout_of, tensor_group
 
 METADATA_KEY = "opendit"
-WeightedLora = tuple[str | Path, float]  # a path, and the factor for its products
+WeightedLora = tuple[str | Path, float]  # a path, and the factor for its LoRA products
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
 ROUNDING = 1e-6  # largest accepted difference from tables in Meta's files; other libraries computed them in fp32
@@ -43,12 +43,12 @@ ROUNDING = 1e-6  # largest accepted difference from tables in Meta's files; othe
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
     """Find the weights at a path: a file, a folder with weights, a checkpoint, a run (its newest checkpoint), or a
-    folder of a public model, DiTPipeline or peft's LoRA.
+    folder of a public model, a DiTPipeline or a LoRA by peft.
 
     Return a .safetensors or .pt file, an index of several files, or a folder's model_index.json or config.json. If a
-    checkpoint lacks its weights file, return the missing file's path; :func:`read_weights` reports the loss.
+    checkpoint's weights file is missing, return its path, so that :func:`read_weights` reports the loss.
 
-    Raises FileNotFoundError without weights, and ValueError for a model that is not supported, or if ``latest`` or
+    Raises FileNotFoundError without weights. Raises ValueError for a model that is not supported, or if ``latest`` or
     ``best`` names no checkpoint."""
     path = named_checkpoint(Path(path))
     if path.is_file():
@@ -75,7 +75,7 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
 
 
 def folder_of(path: Path) -> Path | None:
-    """Return the public model's folder if ``path`` is its configuration or pipeline index, else None."""
+    """Return the public model's folder if ``path`` is the model's configuration or pipeline index, else None."""
     if path.name not in (PIPELINE_INDEX, CONFIG):
         return None
     alone = path.parent.name != foreign.TRANSFORMER or foreign.expert_of(path.parent) is not None
@@ -84,7 +84,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Return an error message if ``folder`` is a link that names no checkpoint, else None."""
+    """Return an error message if ``folder`` is a link to something other than a checkpoint, else None."""
     try:
         named_checkpoint(folder)
     except ValueError as error:
@@ -100,17 +100,17 @@ def weights_in(folder: Path, which: str) -> Path:
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
-    """Read the weights that :func:`find_weights` finds. All ranks of ``mesh`` must call this; they divide the
-    verification. With ``notes``, a run's folder means its newest intact checkpoint; ``notes`` gets a message about
-    newer, damaged ones. Raises FileNotFoundError or ValueError, on every rank, if no intact weights are found."""
+    """Read the weights that :func:`find_weights` finds. All ranks of ``mesh`` must call this, and divide the
+    verification. With ``notes``, a run's folder means the newest intact checkpoint, and damaged newer ones are reported
+    in ``notes``. Raises FileNotFoundError or ValueError, on every rank, if no intact weights are found."""
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
 
 
 def use_newest(
     path: str | Path, which: str, notes: list[str] | None, group: ControlGroup, use: Callable[[Weights], T]
 ) -> T:
-    """Return ``use(weights)`` for the weights that :func:`read_newest` finds. A thread verifies them during ``use``. If
-    a checkpoint is damaged, the result or error of ``use`` is discarded, and the next older checkpoint is used."""
+    """Return ``use(weights)`` for the weights that :func:`read_newest` finds. A thread verifies the weights during
+    ``use``. If they are damaged, the result or error of ``use`` is discarded, and the next older checkpoint is used."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
         return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
@@ -128,7 +128,7 @@ def use_newest(
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Read and check an OpenDiT file's metadata, or derive them from a public model's folder; {} for other files.
+    """Read and check an OpenDiT file's metadata, or derive metadata from a public model's folder; {} for other files.
     Raises ValueError with one line that names the file and the field."""
     if folder := folder_of(path):
         return foreign.read_published(folder).info
@@ -146,7 +146,7 @@ def _info(tensors: tensor_set.TensorSet) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> DiTConfig | None:
-    """Return the configuration in the result of :func:`read_info`; None if there is none, or the file is damaged."""
+    """Return the configuration of a weights file or public model; None if there is none, or the file is damaged."""
     try:
         return Weights({}, path, read_info(path)).config
     except (ValueError, KeyError, TypeError):
@@ -163,7 +163,7 @@ def read_weights(path: Path) -> Weights:
 
 
 def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
-    """Return ``use(weights)``. The ValueError for damaged weights names the newest intact earlier checkpoint."""
+    """Return ``use(weights)``. If the weights are damaged, a ValueError names the newest intact earlier checkpoint."""
     problem, made = _use(path, group, use)
     if problem is None:
         return cast(T, made)  # None only if there is a problem
@@ -184,7 +184,7 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
     made: Future[T] = Future()
     try:
         made.set_result(use(_read_part(path, mesh.rank, mesh.world_size)))
-    except Exception as error:  # damaged weights may be the reason
+    except Exception as error:  # perhaps caused by damaged weights, which are reported first
         made.set_exception(error)
     if problem := next(filter(None, group.gather(checking.result())), None):
         return problem, None
@@ -192,7 +192,8 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damaged_part(path: Path, part: int, parts: int) -> str | None:
-    """Return how the files at ``path`` differ from the manifest, or None. Callers divide the checksums."""
+    """Return how the files at ``path`` differ from the manifest, or None. Caller number ``part`` of ``parts`` computes
+    its share of the checksums."""
     if not tensor_set.is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
     if problem := tensor_set.damage(path.parent, part, parts, only=[path.name]):
@@ -209,7 +210,7 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
-    """Read weights, and check this caller's share."""
+    """Read weights. This caller checks its share of headers and numbers."""
     if published := folder_of(path):
         return foreign.read_published(published)
     if path.name == PIPELINE_INDEX:
@@ -239,8 +240,8 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
 
 
 def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return name -> largest absolute difference, for position tables in ``state`` that differ from computed tables.
-    Tables that are missing or have another size are not compared."""
+    """Return name -> largest absolute difference for each position table in ``state`` that differs from the computed
+    table. Tables that are missing or have another size are not compared."""
     found = {}
     for name, (dim, sizes) in config.tables.items():
         made = sincos_position_table(dim, *sizes).unsqueeze(0)
@@ -261,8 +262,8 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 
 class FirstWeights:
-    """Initial values for parameter shards when training starts from pretrained weights. They come from the file, from
-    small tensors that the adaptation ``start`` computed, or from the random ``initial``."""
+    """Initial values for parameter shards when training starts from pretrained weights. Values come from the weights
+    file, from small tensors that the adaptation ``start`` computed, or from the random ``initial``."""
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
@@ -295,8 +296,8 @@ def load_state(
     layout: Layout | None = None,
 ) -> None:
     """Load weights into a model with equal names and shapes. Buffers keep their computed values (see
-    ``DiTConfig.tables``). A parameter on the meta device gets memory on ``device``, in ``dtype``. layout: for a model
-    with slices of its parameters. Raises ValueError with the first differences of names or shapes."""
+    ``DiTConfig.tables``). A parameter on the meta device gets memory on ``device``, in ``dtype``. layout: given if the
+    model has slices of its parameters. Raises ValueError with the first differences of names or shapes."""
     if isinstance(weights.state, MatchedTensors):
         return fill(model, weights.state, device, dtype, layout)
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
@@ -391,7 +392,7 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """Reduce each layer to this rank's slice, and return the layout; None without tensor parallelism."""
+    """Reduce each layer to this rank's slice, and return the layout. Without tensor parallelism, return None."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)
@@ -421,8 +422,8 @@ def _with_lora(
     dtype: torch.dtype,
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
-    """Build the model of ``base`` and merge ``added``, (LoRA, factor) pairs. Return the model and the weights of the
-    first LoRA run, or of a run with fully trained layers; else ``base``."""
+    """Build the model of ``base`` and merge ``added``, (LoRA, factor) pairs. Return the model, and the weights that
+    describe it: the first LoRA run's, or those of a run with fully trained layers, else ``base``."""
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}
@@ -471,7 +472,7 @@ def _with_lora(
     if notes is not None:
         notes += table_notes(found, base.state, base.path)
     merged = Merged(base.state, products, full)
-    if isinstance(base.state, MatchedTensors):  # without adaptation, each rank reads only its slices
+    if isinstance(base.state, MatchedTensors):  # no new parameters, so each rank reads only its slices
         model = empty_model(config, parameters=False)
         layout = _divide(model, mesh)
         fill(model, base.state, device, dtype, layout)

@@ -61,8 +61,8 @@ def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
 
 
 def new_run_folder(outputs: str | Path, model: str) -> Path:
-    """Create OUTPUTS/NNN-MODEL on one rank. Raises OSError. NNN is one more than the highest number, and unique even if
-    several runs start at once."""
+    """Create OUTPUTS/NNN-MODEL on one rank. NNN is one more than the highest number, and unique even if several runs
+    start at once. Raises OSError."""
     outputs = Path(outputs)
     outputs.mkdir(parents=True, exist_ok=True)
     number = _next_number(outputs)
@@ -115,15 +115,15 @@ def folder_name(step: int) -> str:
 def checkpoints_in(run: Path) -> list[Path]:
     """Return a run's checkpoint folders, also damaged ones, in the order in which to try them.
 
-    First the checkpoint that ``latest`` names, else the highest step. Then earlier steps, the newest first. Then later
-    steps, from before the run was resumed at an earlier step."""
+    First comes the checkpoint that ``latest`` names, else the highest step. Earlier steps follow, the newest first.
+    Later steps come last; the run wrote them before it was resumed at an earlier step."""
     folder = run / CHECKPOINTS
     try:
         names = os.listdir(folder)
     except OSError:
         return []
     steps = [folder / name for name in names if re.fullmatch("step_[0-9]+", name)]
-    # the only name of a checkpoint if save.put_in_place was killed between two renames
+    # a checkpoint has only this name if save.put_in_place was killed between two renames
     steps += [folder / name for name in names if re.fullmatch(r"\.step_[0-9]+\.replaced", name)]
     steps.sort(key=lambda path: (step_of(path), path.name.startswith("step")), reverse=True)
     latest = folder / LATEST
@@ -178,8 +178,8 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def low_noise_of(path: str | Path) -> Path | None:
-    """Return the low-noise checkpoint that belongs to a high-noise one, even if it is missing. None unless the run
-    trains both networks (``--expert both``). path: a run, a checkpoint, or a file in it."""
+    """Return the low-noise checkpoint that belongs to a high-noise one, even if the folder is missing. Return None
+    unless the run trains both networks (``--expert both``). path: a run, a checkpoint, or a file in it."""
     path = Path(path)
     path = path.parent if path.is_file() else path
     for run in (path, path.parent.parent):
@@ -192,8 +192,8 @@ def low_noise_of(path: str | Path) -> Path | None:
 def point_to(latest: Path, final: Path) -> None:
     """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name if links are impossible.
 
-    If ``latest`` is a folder (a run copied without links), rename it. Raises OSError if both fail; ``latest`` is then
-    removed, because an outdated link must not be used."""
+    If ``latest`` is a folder (a run copied without links), the folder is renamed. Raises OSError if neither a link nor
+    a file can be written. ``latest`` is then removed, because an outdated link must not be used."""
     new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
         if latest.is_dir() and not latest.is_symlink():
@@ -216,8 +216,8 @@ def point_to(latest: Path, final: Path) -> None:
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder that must contain a checkpoint's files: the run's folder, or the checkpoint's without a run. If
-    ``checkpoints`` is a link to another disk, return the link's target."""
+    """Return the folder that must contain a checkpoint's files: the run's folder, or the checkpoint's folder if there
+    is no run. If ``checkpoints`` is a link to another disk, return the link's target."""
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
         return folder
@@ -226,7 +226,7 @@ def root_of(folder: Path) -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return a checkpoint's run folder to write to. None without a run, or if ``checkpoints`` is a link."""
+    """Return the run's folder for writing. None without a run, or if ``checkpoints`` is a link."""
     folder = _in_run(folder)
     own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
     return folder.parent.parent.resolve() if own else None
@@ -244,7 +244,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-# seconds between updates of the lock's time stamp. They show other machines that the owner is alive.
+# Seconds between updates of the lock's time stamp, which show other machines that the owner is alive.
 HEARTBEAT_S = 10.0
 PATIENCE_S = 45.0  # seconds without an update after which another machine's lock can be replaced
 EMPTY_S = 2.0  # seconds to wait for an owner's name in a new lock
@@ -260,9 +260,9 @@ class FolderLock:
     """A lock on a folder until :meth:`release` or the end of this process. Usable as a context manager.
 
     The file ``.lock`` names the owner. On the owner's machine, flock shows whether the owner is alive. For other
-    machines, and on file systems without flock, the owner touches the file regularly, and a lock without recent touches
-    can be replaced. If no lock file can be written, nothing is locked. ``note`` is a message for the user about a
-    replaced or missing lock, else None.
+    machines, and on file systems without flock, the owner touches the file regularly. A lock without recent touches can
+    be replaced. If no lock file can be written, nothing is locked. ``note`` is a message for the user about a replaced
+    or missing lock, else None.
 
     flag, fix: for messages, the flag that named the folder, and advice. Raises Locked if another process holds the
     lock, and LinkRefused if the lock file is a symbolic link."""
@@ -344,9 +344,9 @@ class FolderLock:
         return True
 
     def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
-        """Return a message if the owner has ended and left a lock. Raises Locked if the owner is alive."""
+        """Return a message if the owner has ended without releasing the lock. Raises Locked if the owner is alive."""
         if not owner:
-            return None  # a killed owner had not written its name yet
+            return None  # the owner was killed before it wrote its name
         who = _name(owner)
         if flocked and owner.get("boot") == boot():
             return f"{self.folder} was locked by {who}, which is gone: taken over"

@@ -1,8 +1,8 @@
 """Save a run. Training waits only for the copy to host memory; a background thread writes the files.
 
-With ``WholeTensorFiles``, one rank gathers and writes each file. All ranks' buffers hold (3 + averages) x 4 bytes x
-parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles``, every rank writes shards; ranks with equal
-shards divide them. A checkpoint's folder gets its final name when all files are on the disk."""
+With ``WholeTensorFiles``, one rank gathers and writes each file. The buffers of all ranks together hold (3 + averages)
+x 4 bytes x parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles``, every rank writes shards; ranks with
+equal shards divide them. A checkpoint's folder gets its final name when all files are on the disk."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ OPTIMIZER = "optimizer"
 
 
 def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (set, parameter, this rank's shard) for masters, averages and moments, in one order on all ranks."""
+    """Yield (set, parameter, this rank's shard) for masters, averages and moments, in the same order on all ranks."""
     averages = tensor_set.average_sets(ema.decays)
     for name in engine.shapes:
         yield tensor_set.MODEL_SET, name, engine.master(name)
@@ -59,7 +59,7 @@ def buffers_of(engine: Engine) -> dict[str, Tensor]:
 
 
 class HostBuffer:
-    """A buffer of fp32 numbers in host memory. Until :meth:`free`, it is page-locked for copies from a GPU."""
+    """A buffer of fp32 numbers in host memory, page-locked for copies from a GPU until :meth:`free`."""
 
     def __init__(self, numel: int, device: torch.device):
         self.device, self._used = device, 0
@@ -77,7 +77,7 @@ class HostBuffer:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor into the buffer. Return the copy. It is complete after :meth:`wait`."""
+        """Start to copy a tensor into the buffer. Return the copy, which is complete after :meth:`wait`."""
         space = self._numbers[self._used : self._used + tensor.numel()].view(tensor.shape)
         self._used += tensor.numel()
         if tensor.device.type != "cpu" or self.device.type == "cpu":
@@ -106,7 +106,7 @@ class HostBuffer:
 
 
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
-    """Map each (set, parameter) to the rank that writes it, so that ranks write about equal amounts.
+    """Map each (set, parameter) to the rank that writes the tensor. Ranks write about equal amounts.
 
     sizes: each parameter's number of elements. A set of weights is one file, so one rank writes it. Moments (set
     ``OPTIMIZER``) are assigned one by one, the largest first, to the rank with the least to write."""
@@ -125,7 +125,7 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
 
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
-    """Return the bytes of save buffers on the host with the most. sizes: each parameter's number of elements."""
+    """Return the largest sum of save buffers on one host, in bytes. sizes: each parameter's number of elements."""
     weight_sets = [str(number) for number in range(1 + averages)]
     found = [0] * -(-ranks // ranks_of_a_host)
     for (which, name), rank in share_out(sizes, weight_sets, ranks).items():
@@ -135,7 +135,7 @@ def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks
 
 class WholeTensorFiles:
     """Copies and writes one rank's files for a checkpoint of full tensors. version: the version in state.json.
-    averages: each average's file; sampling uses the first."""
+    averages: each average's file."""
 
     version = 2
 
@@ -181,8 +181,8 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 class ShardFiles:
     """Copies and writes one rank's files for a sharded checkpoint. version: the version in state.json.
 
-    averages: each average's index file. channel: for an exchange between ranks in the constructor. Raises ValueError,
-    on every rank, unless each element of each parameter is written exactly once."""
+    averages: each average's index file. channel: connects the ranks during the constructor. Raises ValueError, on every
+    rank, unless each element of each parameter is written exactly once."""
 
     version = 3
 
@@ -191,14 +191,14 @@ class ShardFiles:
         weights = [tensor_set.MODEL_SET, *tensor_set.average_sets(ema.decays)]
         self.averages = [name + SHARDS for name in weights[1:]]
         self._weights, self._sets = weights, [*weights, *MOMENTS]
-        # the slices that this rank writes: ranks with equal shards divide their shard evenly
+        # the slices that this rank writes: ranks with equal shards divide the shard evenly
         holders = {name: engine.layout.replicas(name) for name in engine.shapes}
         places = {name: (ranks.index(self.mesh.rank), len(ranks)) for name, ranks in holders.items()}
         self._parts = {name: engine.layout.local(name).flat_part(*place) for name, place in places.items()}
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
         moments = {name: engine.moments_of(name) for name in engine.shapes}
-        # With a pipeline, a rank knows only the parameters in its stages.
+        # with a pipeline, a rank knows only its stages' parameters
         everywhere = channel.gather((shapes, moments, buffers))
         self._trained, self._moments, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []
@@ -271,7 +271,7 @@ def put_in_place(final: Path) -> OSError | None:
     """Rename a complete checkpoint to its final name, then set ``latest``. A complete checkpoint exists at every
     moment. Return the error if ``latest`` can't be set, else None. Raises OSError if the renaming fails."""
     run = final.parent.parent
-    if os.path.lexists(final):  # from before the run was resumed at an earlier step
+    if os.path.lexists(final):  # written before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
         rename(final, _replaced(final), root=run)
     rename(incomplete(final), final, root=run)
@@ -286,8 +286,10 @@ def put_in_place(final: Path) -> OSError | None:
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Remove folders that a killed save or deletion left. Call on one rank, while no save is in progress. If a save was
-    killed while replacing a checkpoint, the old checkpoint gets its name back. Return ``in_use``'s new path."""
+    """Remove folders that a killed save or deletion left. Call on one rank, while no save is in progress.
+
+    If a save was killed while replacing a checkpoint, the old checkpoint gets its name back. in_use: the checkpoint
+    that the run resumed from. Return its path, which may be new."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
@@ -308,8 +310,8 @@ def prune(
 ) -> None:
     """Delete checkpoints up to ``newest``, except the ``keep`` newest (0: all) and those in ``kept``.
 
-    Later steps, from before the run was resumed at an earlier step, remain. keep_averages: move a deleted checkpoint's
-    averages to the run's folder ``averages``."""
+    Later checkpoints remain; the run wrote them before it was resumed at an earlier step. keep_averages: move a deleted
+    checkpoint's averages to the run's folder ``averages``."""
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
         if old not in kept:
@@ -326,7 +328,7 @@ def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
     for path in checkpoint.iterdir():
         if not path.name.startswith(tensor_set.AVERAGE_SET) and path.name not in (tensor_set.STATE, MANIFEST):
             remove(path, root=run)
-    remove_tree(run / AVERAGES / name, root=run)  # from before the run was resumed at an earlier step
+    remove_tree(run / AVERAGES / name, root=run)  # written before the run was resumed at an earlier step
     move_into(checkpoint, run / AVERAGES / name, root=run)
 
 
@@ -337,8 +339,8 @@ class BestCheckpoint:
 
     Args:
         name: a key of ``BEST``.
-        of: identifier of the measurement. In a checkpoint's state, it is ``fingerprint["validation"]`` for the held-out
-            loss, and ``evaluation["of"]`` for other metrics.
+        of: identifier of the measurement, as checkpoints store it: ``fingerprint["validation"]`` for the held-out loss,
+            ``evaluation["of"]`` for other metrics.
         last: the step at which the run resumes. Later checkpoints will be saved again, and are ignored.
     """
 
@@ -356,7 +358,7 @@ class BestCheckpoint:
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
         """Compare a new checkpoint with the best one, and set the link. Raises OSError if the link can't be set."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        # always set the link, because a resumed run may find an outdated one
+        # set the link in any case, because a resumed run may find an outdated one
         if self.folder is not None:
             point_to(checkpoints / BEST_LINK, self.folder)
 
@@ -379,7 +381,7 @@ class Checkpoints:
     """Saves a run's checkpoints, one at a time. All ranks must construct and call the object.
 
     On exit, the context manager waits for the write in progress and frees the host memory. After an error, it waits at
-    most ``CLOSING`` seconds; if they are not enough, the previous checkpoint remains the newest.
+    most ``CLOSING`` seconds. An unfinished checkpoint is then lost, and the previous one remains the newest.
 
     Args:
         info: the metadata of the weights files (model, config, class names, VAE, ...).
@@ -387,9 +389,9 @@ class Checkpoints:
         in_use: the checkpoint that this run resumed from. It is never deleted.
         sharded: True if every rank writes shards, False for full tensors.
         enabled: False for a run that saves nothing. No host memory is then allocated.
-        write_failures: counts failures to set ``latest`` and ``best``. They do not harm checkpoints.
-        before: the ``Checkpoints`` of the run's second network; this object saves that network too. At every step, the
-            second network's checkpoint is written first and deleted last.
+        write_failures: counts failures to set ``latest`` and ``best``. Checkpoints are intact despite such failures.
+        before: the ``Checkpoints`` of the run's second network. This object then saves both networks. At every step,
+            the second network's checkpoint is written first and deleted last.
 
     Attributes:
         failures: a message for every failed save, on every rank.
@@ -415,7 +417,7 @@ class Checkpoints:
         self.folder, self.info, self.keep, self.in_use = folder, info, keep, in_use
         self.enabled = enabled
         self._best, self._before = best, before
-        self._after: Path | None = None  # checkpoints of the network that is saved next
+        self._after: Path | None = None  # folder of the network whose checkpoint is written after this one
         if before is not None:
             before._after = folder
         self._write_failures = write_failures or WriteFailures()
@@ -453,8 +455,8 @@ class Checkpoints:
         return self._kind.buffer.bytes + (0 if self._before is None else self._before.host_bytes)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Wait for the previous save, copy the run's tensors, and start to write the checkpoint. state:
-        ``state["step"]``, and all other values that the training loop needs to resume."""
+        """Wait for the previous save, copy the run's tensors, and start to write the checkpoint. state: all values
+        besides tensors that the training loop needs to resume, among them ``state["step"]``."""
         started = time.perf_counter()
         self.wait()
         if self._before is not None:
@@ -480,7 +482,7 @@ class Checkpoints:
         self.stall_s = time.perf_counter() - started
 
     def refuse(self, step: int, why: str) -> None:
-        """Record a failed save without writing anything, for a state that must not be saved. Call on every rank."""
+        """Record a failed save without writing anything. Call on every rank, if the present state must not be saved."""
         self.wait()
         self._failed(step, why, "")
 

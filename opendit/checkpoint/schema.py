@@ -1,7 +1,7 @@
 """Check the contents of run and checkpoint files before memory is allocated or a model is built.
 
 The pydantic models for settings of networks and objectives are derived from dataclasses. Keys that no version of
-OpenDiT has written are refused. Other modules import this module only to read a file, because the import is slow."""
+OpenDiT has written are refused. This module imports slowly, so import it only to read a file."""
 
 import dataclasses
 import functools
@@ -223,7 +223,7 @@ class Scaler(JsonObject):
 
 class Averages(JsonObject):
     """A checkpoint's averages. ``files`` maps each file to a decay, or to the width of a power average. With power
-    averages, ``snapshots`` lists the steps of all checkpoints that the run has saved, with this one."""
+    averages, ``snapshots`` lists the steps of all checkpoints that the run had saved, including this one."""
 
     files: Annotated[dict[FileName, Annotated[float, Interval(ge=0, le=1)]], FailFast(), MaxLen(1000)]
     updates: Count
@@ -246,7 +246,7 @@ class Packs(JsonObject):
     global_batch: Positive
     capacity: Positive
     step: Count = 0
-    # Only earlier versions write ``window`` and ``origin``. Their windows have a fixed number of steps.
+    # Only earlier versions write ``window`` and ``origin``, for windows with a fixed number of steps.
     window: Count = 0
     origin: Count = 0
 

@@ -9,7 +9,7 @@
 In a sharded checkpoint each set SET (model, ema, ema_DECAY, exp_avg, exp_avg_sq) has the files
 
       SET-shard-RRRRR-of-NNNNN.safetensors  shards by tensor name, written by rank RRRRR of NNNNN
-      SET.shards.json          the index: each tensor's canonical shape, dtype and cuts
+      SET.shards.json          the index: each tensor's full shape, dtype and cuts
 
 A cut [dim, start, stop, start, stop, ...] selects ranges along dim; null means the flattened tensor. Each cut applies
 to the previous cut's result (opendit/parallel/layout.py). Names and shapes do not depend on the plugin or the number of
@@ -66,15 +66,15 @@ def shard_file(tensors: str, rank: int, ranks: int) -> str:
 
 
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
-    """Return a shard file's metadata: the set, the step, and each tensor's canonical shape and cuts, as in the index.
-    held: name -> (canonical shape, shard)."""
+    """Return a shard file's metadata: the set's name, the step, and each tensor's full shape and cuts, as in the
+    index. held: name -> (full shape, shard)."""
     said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
     return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor in an index: dtype, canonical shape, and file -> the file's shard."""
+    """A tensor in an index: dtype, full shape, and file -> the file's shard."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -114,8 +114,8 @@ class ShardIndex:
         return total
 
     def check_cover(self) -> None:
-        """Raise ValueError unless the shards hold every element exactly once. The time grows with the number of
-        elements in the index, so compare ``bytes_in`` with the file sizes first."""
+        """Raise ValueError unless the shards hold every element exactly once. A wrong index can make this slow, so
+        compare ``bytes_in`` with the file sizes first."""
         for name, tensor in self.tensors.items():
             if not hold_each_once(tensor.numel, (runs_of(tensor.shape, s.slices) for s in tensor.shards.values())):
                 raise ValueError(f"the shards of {name[:100]!r} do not hold each of its elements once")
@@ -170,7 +170,7 @@ def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
 
 class TensorSet(Mapping[str, Tensor]):
     """A mapping from names to tensors. A tensor is read on access. Create sets with :func:`open_set`. shapes: name ->
-    canonical shape. dtypes: name -> dtype, as safetensors spells it."""
+    full shape. dtypes: name -> dtype, as safetensors spells it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -180,8 +180,8 @@ class TensorSet(Mapping[str, Tensor]):
         self.metadata: dict[str, str] = {}
 
     def read(self, name: str, shard: Shard | None = None) -> Tensor:
-        """Return a tensor, or a shard of it, in the stored dtype, perhaps as a view of the file. Raises ValueError if a
-        file does not agree with the index, and OSError if a file can't be read."""
+        """Return a tensor or a shard in the stored dtype, perhaps as a view of the file. Raises ValueError if a file
+        contradicts the index, and OSError if a file can't be read."""
         raise NotImplementedError
 
     def file_of(self, name: str) -> Path:
@@ -330,8 +330,8 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def open_set(path: Path, root: Path | None = None) -> TensorSet:
-    """Open a safetensors file or an index. Files outside of ``root``, by default the run's or path's folder, are never
-    read. Raises OSError, or ValueError if a file is damaged, missing or contradicts the index."""
+    """Open a safetensors file or an index. Files outside of ``root`` are never read; ``root`` is by default the run's
+    or path's folder. Raises OSError, or ValueError if a file is damaged, missing or contradicts the index."""
     if path.name.endswith(SHARDS):
         return ShardedTensors(path, read_index(path))
     place = _places(path)
@@ -404,8 +404,8 @@ def write_weights(
     """Write weights as one .safetensors file. Above ``most_bytes``, write several files with an index, as transformers
     does: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json.
 
-    Tensors are read one at a time. Each file has the metadata. Old files of STEM are removed. Return the written files,
-    first the single file or the index. Raises OSError."""
+    Tensors are read one at a time. Each file has the metadata. Old files of STEM are removed. Return the written files;
+    the single file or the index comes first. Raises OSError."""
     kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
     stem = output.name.removesuffix(WHOLE)
@@ -431,7 +431,7 @@ def write_weights(
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
     """Divide the tensors, in their order, into groups of at most ``most_bytes``. A larger tensor is a group alone.
-    huggingface_hub makes equal groups, but needs all tensors in memory."""
+    huggingface_hub would need all tensors in memory."""
     groups, group, size = [], [], 0
     for name, kind in kinds.items():
         if nbytes(*kind) > most_bytes:
@@ -569,10 +569,8 @@ def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | 
 
 def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
     """Compare a checkpoint's files with the manifest, and return their names. only: names to compare; all by default.
-
-    Raises ValueError for the first wrong file. Each caller, number ``part`` of ``parts``, compares its share of
-    checksums.
-    """
+    Raises ValueError for the first wrong file. Caller number ``part`` of ``parts`` computes its share of the
+    checksums."""
     named_checkpoint(folder)
     root, named = root_of(folder), str(folder)
     if folder.is_symlink():
@@ -602,7 +600,7 @@ def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection
 
 
 def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:
-    """Return the run's newest earlier checkpoint for which ``problem`` returns None, or None."""
+    """Return the newest checkpoint before ``folder`` for which ``problem`` returns None, or None."""
     try:
         folder = named_checkpoint(folder).resolve()
     except ValueError:
