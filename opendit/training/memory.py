@@ -1,7 +1,8 @@
 """Estimate a training step's memory by formula, before anything is allocated.
 
-The backward pass has two possible peaks. At the beginning, memory holds the activations of all blocks, and no gradients
-of this micro-batch. At the first block, memory holds one block's activations and all later blocks' gradients.
+A step's peak is at the beginning or at the end of the backward pass. At the beginning, memory holds all blocks'
+activations, and no gradients of this micro-batch. At the end, it holds only the first block's activations, and all
+other blocks' gradients.
 
 Activations are counted in units. A unit is one vector of the model's width for each token of a rank's micro-batch.
 
@@ -59,14 +60,14 @@ class Setup:
     Attributes:
         fused: True if one kernel computes LayerNorm and modulation.
         reshard: "auto" counts as "after_forward", see :func:`resolve_sharding`.
-        keep_gradients: True if fsdp sums full gradients over the micro-batches and reduces the sum. None counts as
-            False.
-        absent: number of parameters that a pipeline stage lacks, without blocks.
+        keep_gradients: for fsdp, True to add up full gradients of all micro-batches before one reduction. None counts
+            as False.
+        absent: number of parameters outside the blocks that a pipeline stage lacks.
         trained: number of LoRA weights on a pipeline stage; None without pipelines or LoRA.
         held_micro_batches: number of micro-batches with activations on a stage at once.
         encoders: bytes of frozen encoders that stay on the GPU during training.
-        muon: precision of Muon's orthogonalisation; its matrices have only one moment. None for AdamW.
-        networks: number of networks that the run trains by turns. Memory holds the state of all.
+        muon: precision of Muon's orthogonalisation; None for AdamW. Muon keeps one moment per matrix.
+        networks: number of networks that the run trains by turns. Memory holds the state of all networks.
     """
 
     plugin: str = "zero2"
@@ -109,7 +110,7 @@ class Setup:
 
     @property
     def gathers_float8(self) -> bool:
-        """True if the weights of float8 products are also stored and gathered in float8."""
+        """True if the ranks store and gather the weights of float8 products in float8."""
         asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8 and self.base_precision == "bf16"
         return asked and self.world > 1 and not self.compiled and not self.streamed
 
@@ -125,17 +126,17 @@ class Setup:
 
     @property
     def hosted(self) -> bool:
-        """True if host memory holds a rank's shards of blocks (opendit/parallel/fsdp.py)."""
+        """True if host memory holds a rank's shards of blocks instead of complete blocks (opendit/parallel/fsdp.py)."""
         return self.streamed > 0 and self.plugin == "fsdp" and self.alike > 1
 
     @property
     def alike(self) -> int:
-        """Number of ranks that hold one slice of every layer and divide its state."""
+        """Number of ranks that hold the same slice of every layer and divide the slice's state."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
     def recomputes_blocks(self) -> bool:
-        """True if blocks are recomputed, completely or except their attention."""
+        """True if blocks are recomputed, perhaps except their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
@@ -152,10 +153,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated bytes of one rank: ``states`` are always allocated; ``host`` are states in host memory.
+    """Estimated bytes of one rank. ``states`` are always allocated on the device, ``host`` in host memory.
 
-    ``activations``, ``gradients`` (beyond those in ``states``) and ``gathered`` (weights) count the beginning of the
-    backward pass. Fields ``..._at_the_end`` and ``last_block`` (activations) count its end.
+    ``activations``, ``gradients`` (beyond those in ``states``) and ``gathered`` (weights) are needed at the beginning
+    of the backward pass. ``last_block`` (activations) and the fields ``..._at_the_end`` are needed at its end.
     """
 
     states: dict[str, float]
@@ -169,7 +170,7 @@ class Estimate:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Bytes by name, without the states: when the backward pass begins or ends, whichever is more."""
+        """Bytes by name, without the states, at the beginning or the end of the backward pass, whichever is more."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
         last = {
             "activations": self.last_block,
@@ -188,11 +189,11 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate a rank's peak memory on a GPU for micro-batches of ``batch`` samples. In a pipeline, return the largest
-    peak.
+    """Estimate a rank's peak memory on a GPU for micro-batches of ``batch`` samples, in a pipeline the
+    largest rank's.
 
-    LoRA's activations are counted as if all weights were trained, except for frozen gates of public models. They may
-    take up to a fifth less.
+    With LoRA, activations are counted as if all weights were trained, except for frozen gates of public models. The
+    true activations may take up to a fifth less.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -227,13 +228,13 @@ def _estimate_whole(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.plugin == "gemini":  # without accumulation, gradients overwrite the weights in Gemini's chunks
         gradients = gradients if setup.accumulate else 0
     others, block, _ = _activations(config, setup, batch)
-    own = gradients * held_counts(config, setup)[1] / model  # gradients of this block, not computed yet
+    own = gradients * held_counts(config, setup)[1] / model  # gradients of the first block do not exist yet
     last = max(0, _activations(config, setup, batch, 0)[1] - own)
     return Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
 
 
 def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
-    """Return how many weights --base_precision compresses, their bytes, and the largest tensor's number of weights."""
+    """Return the number of weights that --base_precision compresses, their bytes, and the largest tensor's number."""
     return _stored_weights(config, setup.base_precision)
 
 
@@ -288,7 +289,7 @@ def in_eight_bits(setup: Setup) -> Setup:
 
 
 def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Reduce an estimate's moments to 8 bits, and add an fp32 buffer for a few tensors' moments."""
+    """Change an estimate to 8-bit moments, plus an fp32 buffer in which a few tensors' moments are decoded."""
     weights = needs.states["moments"] / 8
     shapes = model_shapes(config)[0].values() if setup.lora is None else ()
     copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
@@ -302,7 +303,7 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    """Return a rank's number of parameters, in the model and in a block. Tensor-parallel ranks count slices."""
+    """Return a rank's numbers of parameters, in the model and in a block. Tensor-parallel ranks hold slices."""
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
         model, block = held_parameters(config, setup.tensor_parallel)
@@ -311,8 +312,8 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 @functools.cache
 def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, stages: PipelineStages | None = None) -> int:
-    """Count a rank's LoRA weights, in all layers or in a pipeline's ``stages``. With tensor parallelism, ``ranks``
-    ranks divide A in row-parallel layers and B in column-parallel layers."""
+    """Count a rank's LoRA weights, in all layers or in a pipeline's ``stages``. ranks: tensor-parallel ranks, which
+    divide A in row-parallel layers and B in column-parallel layers."""
     rules, total = plan_of(config).rules(config), 0
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
         if stages is not None and not stages.has(config, name):
@@ -334,8 +335,8 @@ def trained_count(config: DiTConfig, setup: Setup) -> int:
     return lora_parameters(config, setup.lora, setup.tensor_parallel)
 
 
-# Number of blocks that fsdp holds gathered if it frees each block after use: the current block, and the blocks that are
-# gathered ahead. The buffer from which the current block was copied is freed before the block computes.
+# Number of gathered blocks if fsdp frees each block after use: the current block, and blocks gathered ahead. The
+# current block's communication buffer is freed before the block computes.
 GATHERED = 1 + PREFETCHED
 
 
@@ -346,8 +347,8 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     current block's gradients, and the previous block's reduction buffer. A float8 weight takes one byte in a gathered
     unit and one in the shard.
 
-    The backward pass begins with the last block and ends with the first. Blocks of a public model may differ, so each
-    end counts its own block. FLUX.1's first block has 2.4 times the weights of its last.
+    The backward pass begins with the last block and ends with the first. A public model's blocks may differ, so each
+    end counts its own block: FLUX.1's first block has 2.4 times the weights of its last.
     """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
@@ -360,16 +361,16 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     gradients = share - (of_streamed(config, setup)[0] if setup.hosted and setup.lora is None else 0)
     activations = others + at_the_start
     states = {"moments": 2 * share, "averages": setup.averages * share}
-    if setup.alike == 1:  # nothing is sharded: weights in the forward pass's precision, and fp32 masters
+    if setup.alike == 1:  # not sharded: weights in the forward pass's precision, and fp32 masters
         states["weights"] = size * (trained + frozen) - saved(config, setup)
         states["masters"] = 0 if setup.precision == "fp32" else share
-        last_block = max(0, last_block - size * trained * block / model)  # this block's gradients do not exist yet
+        last_block = max(0, last_block - size * trained * block / model)  # the first block's gradients do not exist yet
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
     states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = plan_of(config).kept(config, setup.execution).weights if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
-    # A block's unit does not include divided experts. Each rank keeps its experts until the backward pass.
+    # Divided experts are not gathered with the block. Each rank keeps its experts until the backward pass.
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
@@ -378,8 +379,8 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.accumulate and setup.keep_gradients:  # gradients are reduced after the last micro-batch
         before = after = reduced * trained + size * trained_block
     else:
-        # The last block's activations are freed before the buffer that reduces its gradients is allocated. So the peak
-        # is at that block, at the block before it (with the buffer), or between both (with buffer and gradients).
+        # The last block's activations are freed before its reduction buffer is allocated. So the peak is at that block,
+        # at the next one (with the buffer), or in between (with buffer and gradients).
         buffer = reduced * trained_block * last
         begun = max(0, buffer - given, buffer + size * trained_block * last - at_the_start)
         before = gradients * setup.accumulate + begun + size * outside
@@ -390,8 +391,8 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         left, ahead = size * outside + whole * first, 0
     else:
         gathered, left = (size * outside + (1 + ahead) * whole * each for each in (last, first))
-    # When the pass ends, gradients of the first block and the embedders do not exist, and no further block is gathered.
-    # The peak may be a few blocks before: weights are still gathered ahead, but these blocks' gradients do not exist.
+    # At the first block, the gradients of this block and of the embedders do not exist, and no block is gathered ahead.
+    # A few blocks earlier, weights are gathered ahead, but these blocks' gradients do not exist. Count the larger sum.
     reduces = not setup.accumulate and not (setup.hosted and setup.lora is None)
     earlier = given_first + whole * first - 4 * trained_block * first / ranks * reduces
     absent = size * trained_block * first + size * outside + ahead * (whole * first - max(0, earlier))
@@ -401,7 +402,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
 
 @functools.cache
 def _relative_sizes(config: DiTConfig) -> tuple[float, float]:
-    """Return the numbers of weights of the first and of the last block, divided by the mean of all blocks."""
+    """Return the first and the last block's number of weights, each divided by the mean of all blocks."""
     sizes = _block_bytes(config, "bf16", 1)
     mean = sum(sizes) / len(sizes)
     return sizes[0] / mean, sizes[-1] / mean
@@ -424,14 +425,14 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
 
 
 def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
-    """Return --offload's bytes in host memory, and the bytes of the device's ring buffer, both for one rank."""
+    """Return a rank's bytes of offloaded blocks in host memory, and the bytes of its ring buffer on the device."""
     if not setup.streamed:
         return 0, 0
     size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
     sizes = _block_bytes(config, setup.base_precision, size)
     host, ring = blocks_of(sizes, setup.streamed)
     ranks = setup.alike // setup.replicate
-    # fsdp copies one shard after another to the device, and frees the copies before the block computes.
+    # fsdp needs no ring: a shard's copy on the device is freed before the block computes
     return (host / ranks, 0) if setup.hosted else (host, ring)
 
 
@@ -463,8 +464,8 @@ def _offloaded(needs: Estimate, setup: Setup) -> Estimate:
 
 
 def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
-    """Replace fsdp's "auto" settings by those with the least traffic that fit in ``capacity`` bytes; None for no limit.
-    Keeping weights gathered is preferred to keeping complete gradients."""
+    """Replace fsdp's "auto" settings by the values with the least traffic that fit in ``capacity`` bytes; None for no
+    limit. Keeping gathered weights is preferred to keeping full gradients."""
 
     def fits(**changes) -> bool:
         return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -479,7 +480,7 @@ def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: floa
 
 
 def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
-    """Return how many samples of a micro-batch fit in ``capacity`` bytes; 0 if the states alone do not fit."""
+    """Return the largest micro-batch, in samples, that fits in ``capacity`` bytes; 0 if the states alone do not fit."""
     if setup.pipeline_parallel > 1:
         return min(largest_batch(*stage, capacity) for stage in stage_setups(config, setup))
     if estimate(config, setup, 0).total > capacity:
@@ -487,13 +488,13 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
     room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.gathered - fixed.activations
     largest = max(0, int(room // (one.activations - fixed.activations)))
-    # This many samples fit at the beginning of the backward pass. Its end may need more memory.
+    # ``largest`` samples fit at the beginning of the backward pass. The end may need more memory.
     return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int, number: int = -1) -> tuple[float, float, float]:
-    """Return the bytes of activations when the backward pass begins: of all blocks but block ``number``, of that block
-    with its temporary tensors, and of that block before it is recomputed."""
+    """Return three numbers of bytes at the beginning of the backward pass: the activations of all blocks except block
+    ``number``, those of this block with temporary tensors, and those of this block before its recomputation."""
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     frozen = setup.lora is not None and not trains_modulation(config, setup.lora)
     execution = replace(setup.execution, frozen_gates=frozen)
@@ -506,7 +507,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int, number: int = -1) 
         _, tokens = divide_grid(frames, math.prod(places), setup.sequence_parallel, by_frames)
         tokens *= setup.sequence_parallel
     tokens = batch * -(-tokens // (setup.sequence_parallel * setup.tensor_parallel))
-    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term of the sum over ranks
+    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term in the sum over ranks
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
 
@@ -518,7 +519,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int, number: int = -1) 
 
     block, own = of_block(kept), of_block(own_kept)
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
-    if kept_blocks < config.depth:  # a recomputed block keeps only its input, with all streams, and its modulation
+    if kept_blocks < config.depth:  # a recomputed block keeps only its input and its modulation
         streams = 1 + config.caption_tokens / config.tokens
         given = unit * streams + size * batch * config.modulation_width
         if setup.recompute == BUT_ATTENTION:  # attention's outputs and log-sum-exps are also stored
@@ -532,9 +533,9 @@ def _activations(config: DiTConfig, setup: Setup, batch: int, number: int = -1) 
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
-    """Suggest the first change with which a step fits in ``capacity`` bytes; None if it fits already.
+    """Suggest the first change that makes a step fit in ``capacity`` bytes; None if it fits already.
 
-    Suggestions come in this order: recompute blocks, at first only some operations; move state to host memory (fsdp);
+    Suggestions come in this order: recompute some operations, then complete blocks; move state to host memory (fsdp);
     smaller micro-batches; 8-bit moments; share samples between ranks; more ranks.
     """
 
@@ -594,7 +595,7 @@ def card_memory(device: torch.device) -> int | None:
 
 
 def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
-    """Describe an estimate's terms in words."""
+    """Describe the terms of an estimate in words."""
     encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
     shown = {f"states{encoders}": sum(needs.states.values()), **needs.peak, "libraries": libraries}
@@ -625,8 +626,7 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
 
 
 def stage_setups(config: DiTConfig, setup: Setup) -> list[tuple[DiTConfig, Setup]]:
-    """Return a configuration and a setup for each pipeline rank: its stages' layers, with all micro-batches in
-    flight."""
+    """Return a configuration and a setup for each pipeline rank, with its layers and the micro-batches in flight."""
     ranks, found = setup.pipeline_parallel, []
     for rank in range(ranks):
         stages = stages_of(config, setup.schedule, rank, ranks)
