@@ -177,7 +177,7 @@ def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
 
 
 class _Sum(Mapping[str, Tensor]):
-    """A weighted sum of several mappings, computed on access. Integer tensors come from the last one."""
+    """A weighted sum of several mappings, computed on access. Integer tensors come from the last mapping."""
 
     def __init__(self, parts: Sequence[Mapping[str, Tensor]], factors: Sequence[float]):
         self._parts, self._factors = parts, factors

@@ -51,10 +51,10 @@ LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
     """Read a .pt file. Return its state dict, and the number of classes or None. Tensors are on the CPU.
 
-    In Meta's training checkpoints, the state dict is ``ema``; further entries such as ``opt`` are not read from a zip
-    file.
+    In Meta's training checkpoints, the state dict is the entry ``ema``. From a zip file, entries such as ``opt`` are
+    not read.
 
-    Raises ValueError with the path if the file is missing or damaged, would run code, or is larger unpacked. The file
+    Raises ValueError with the path if the file is missing or damaged, would run code, or has compressed data. The file
     must hold only floating-point tensors, each with a name."""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
@@ -259,7 +259,7 @@ def read_pipeline(folder: Path) -> Weights:
 
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
-EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # in pipelines with two networks, folder -> noise range
+EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # folder in a pipeline with two networks -> its noise range
 SCHEDULER = "scheduler_config.json"
 
 
@@ -318,7 +318,7 @@ def expert_of(folder: Path) -> str | None:
 
 
 def network_of(folder: str | Path, config: DiTConfig | None) -> Path:
-    """Return the folder of ``config``'s network: ``folder``, or one inside a pipeline with two networks."""
+    """Return the folder of the network that ``config`` describes: ``folder``, or a folder inside."""
     expert = config.expert if isinstance(config, PublicConfig) else None
     inside = Path(folder) / next((name for name, which in EXPERTS.items() if which == expert), ".")
     return inside if expert_of(inside) == expert else Path(folder)
@@ -433,7 +433,7 @@ def _open_files(transformer: Path, root: Path) -> TensorSet:
 
 
 def read_published(folder: str | Path) -> Weights:
-    """Return a public model's weights by OpenDiT's names, with settings such as the schedule in ``info``. A weight is
+    """Return a public model's weights by OpenDiT's names. ``info`` also has settings such as the schedule. A weight is
     read from its file on access. Raises as :func:`open_published` and ``published_schedule``."""
     opened = open_published(folder)
     family, info = opened.family, {}

@@ -517,7 +517,7 @@ class Checkpoints:
             logger.warning(message, step, problem, before, then)
 
     def _write_together(self, final: Path, files: Files, state: dict[str, Any]) -> str | None:
-        """Write a checkpoint on all ranks. Return None, or the error of the lowest failed rank; equal on every rank."""
+        """Write a checkpoint on all ranks. Every rank returns None, or the lowest failed rank's error."""
         info = {**self.info, "step": state["step"], "version": self._kind.version}
         metadata, folder = {"format": "pt", METADATA_KEY: json.dumps(info)}, incomplete(final)
         step, written, problem, run = state["step"], {}, None, self.folder.parent

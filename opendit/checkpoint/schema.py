@@ -142,7 +142,7 @@ if TYPE_CHECKING:
     ModelConfig: TypeAlias = dict[str, Any]
     ObjectiveSettings: TypeAlias = dict[str, Any]
 else:
-    # The output of ``DiTConfig.to_dict``. Without a kind, it belongs to a DiT.
+    # The output of ``DiTConfig.to_dict``. Without the key "kind", it describes a DiT.
     KINDS = {kind.config.kind: model_of(kind.config, "kind") for kind in CLASSES.values()}
     ModelConfig = _tagged(KINDS | {PublicConfig.kind: PublicModel}, "kind", DiTConfig.kind)
     # The output of ``Objective.to_dict``.

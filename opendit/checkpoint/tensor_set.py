@@ -74,7 +74,7 @@ def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor in an index: dtype, full shape, and file -> the file's shard."""
+    """A tensor in an index: dtype, full shape, and the shard in each file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class ShardIndex:
         return {name: tensor for name, tensor in self.tensors.items() if file in tensor.shards}
 
     def metadata_of(self, file: str) -> dict[str, str]:
-        """Return the metadata that a file of this index must have."""
+        """Return the metadata that the shard file ``file`` must have."""
         held = {name: (tensor.shape, tensor.shards[file]) for name, tensor in self.held_by(file).items()}
         return shard_metadata(self.tensors_are, self.step, held)
 
@@ -467,7 +467,7 @@ VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> suffix of a set's f
 
 
 def average_sets(decays: tuple[float, ...]) -> list[str]:
-    """Return the names of the averages' sets. Sampling uses the first average."""
+    """Return the name of each average's set. Sampling uses the first average."""
     return [AVERAGE_SET, *(f"ema_{decay}" for decay in decays[1:])]
 
 

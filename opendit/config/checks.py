@@ -21,8 +21,8 @@ VAES = ("ema", "mse", "none")  # names for --vae; all other values are folders
 
 
 def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[str, list[str]]:
-    """Return the precision to use, and notes to print. Without a GPU, a default half precision becomes fp32. Raises
-    ValueError if the user asks for fp16 without a GPU."""
+    """Return the precision to use, and notes to print. Without a GPU, half precision becomes fp32 unless the user asked
+    for it. Raises ValueError if the user asks for fp16 without a GPU."""
     if has_gpu or precision == "fp32" or (precision == "bf16" and asked_for):
         return precision, []
     if asked_for:

@@ -612,7 +612,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
 
 
 def to_yaml(config: Any) -> str:
-    """Return YAML for --config that repeats a run: its recipe and the user's flags, except those in ``NO_CHANGE``."""
+    """Return a YAML file for --config that repeats a run: its recipe and the user's flags, without ``NO_CHANGE``."""
     import yaml
 
     named = {"recipe": config.recipe} if config.recipe else {}

@@ -36,7 +36,7 @@ SIDE: Bounds = between(1, 16_384, "pixels")
 FRAMES: Bounds = between(1, 16_384, "frames")
 FPS: Bounds = {"above": 0, "at_most": 1000, "unit": "rate"}  # frames per second
 WORKERS: Bounds = between(0, 256, "processes")
-# supported by torch's generators and by the kernels' random numbers
+# the range of torch's generators and of the kernels' random numbers
 SEED: Bounds = between(0, 2**63 - 1, "seed")
 # 1,000: the number of noise levels of ddpm's models
 SAMPLING_STEPS: Bounds = between(1, 1000, "steps")

@@ -185,7 +185,7 @@ class Search:
         self.least: tuple[float, Candidate] | None = None
 
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Return the values to try for a flag: the command line's, or ``others`` if it is not set there."""
+        """Return the values to try for a flag: the user's value, or ``others`` if there is none."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def storages(self) -> list[tuple[str, str]]:

@@ -149,7 +149,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
 
 
 def by_value(objective: str) -> list[str]:
-    """Return the flags to compare by value in a run with this objective."""
+    """Return the flags whose values are compared on resuming, in a run with this objective."""
     others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
     left_out = FREE | OF_THE_MODEL | DERIVED | others
     return [item.name for item in flags_of(TrainConfig) if item.name not in left_out]
@@ -335,11 +335,11 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
 # Entry -> function that returns True if a difference needs no line.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # None without a cosine schedule. Then "lr_schedule" reports the difference.
+    # The last step is None without a cosine schedule. Entry "lr_schedule" then reports the difference.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
-    # Earlier versions did not read a folder's weights, so their hash says nothing.
+    # Earlier versions stored this hash for every folder, whatever its weights.
     "pretrained": lambda stored, now, _: stored["pretrained"] == hash_parts("1", b""),
 }
 

@@ -105,7 +105,7 @@ class MicroBatch(NamedTuple):
         return losses.mean()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of samples with True in ``marked``, or of all samples if its rows are not samples."""
+        """Return the samples with True in ``marked``. Return all samples if ``marked`` has no row per sample."""
         count = len(self.x0)
         if marked.dim() == 0 or marked.shape[0] % count:
             return list(range(count))

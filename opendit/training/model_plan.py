@@ -227,7 +227,7 @@ def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Descripti
 
 
 def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:
-    """Convert --given_frames to latent frames, for clips of ``num_frames`` frames and ``latent`` latent frames. Raises
+    """Convert --given_frames to latent frames. A clip has ``num_frames`` frames, or ``latent`` latent frames. Raises
     ValueError for frames that end inside a latent frame."""
     if asked is None or latent is None or not asked.startswith("prefix:"):
         return asked
@@ -246,8 +246,8 @@ def check_pretrained(
 ) -> tuple[Weights, DiTConfig, DiTConfig]:
     """Find the weights of --pretrained and check that the model can start from them. Call on every rank of ``mesh``.
 
-    Return the weights (not read yet), the configuration of their model, and ``config`` in the weights' revision. For a
-    ``resumed`` run, ``config`` stays. Raises ValueError or FileNotFoundError.
+    Return the weights (not read yet), the configuration of the weights' model, and ``config`` in that model's revision.
+    For a ``resumed`` run, ``config`` is returned unchanged. Raises ValueError or FileNotFoundError.
     """
     weights = read_newest(pretrained, notes=notes, mesh=mesh)
     if "lora" in weights.info:

@@ -130,7 +130,7 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 
 
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
-    """Return the FLOPs of a sample's forward and backward pass, with the ``route`` of --route.
+    """Return the FLOPs of a sample's forward and backward pass. route: the parsed --route.
 
     With LoRA, gradients of frozen weights are not counted. LoRA's products count as if all layers except the
     modulations processed the media's tokens.

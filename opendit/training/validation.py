@@ -38,14 +38,14 @@ SHARE_OF_SAMPLES = 0.015
 
 
 def steps_between(run: Run) -> int:
-    """Return the steps between validations; all steps if the run validates only at its end."""
+    """Return the number of steps between validations, or all steps if the run validates only at its end."""
     flags = run.flags
     return (flags.ckpt_every if flags.validate_every is None else flags.validate_every) or run.last_step
 
 
 def number_of_losses(run: Run) -> int:
-    """Return --validate_samples or, by default, a number of losses that costs little compared to training. Pipelines
-    measure fewer losses, because all ranks except one are idle."""
+    """Return --validate_samples, or by default a number of losses that costs little compared to training. In a pipeline
+    the default is smaller, because all ranks except one are idle."""
     if run.flags.validate_samples is not None:
         return run.flags.validate_samples
     trained_on = steps_between(run) * run.schedule.global_batch
@@ -215,7 +215,7 @@ class Validation:
             )
 
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
-        """Read and encode the micro-batches ``turns`` (indices). Losses of indices beyond the last do not count."""
+        """Read and encode micro-batches. turns: their indices. For an index beyond the last, no loss counts."""
         run, flags, device = self._run, self._run.flags, self._run.mesh.device
         found, there = [], len(self.samples.micro_batches)
         latents = run.latents_of(dataset, SEED)
