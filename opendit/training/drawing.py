@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class EMASampler:
-    """Sampler with a run's EMA weights, ``at_once`` samples at a time, for use while it trains. Call on every rank."""
+    """Sampler with a run's EMA weights, ``at_once`` samples at a time, for use during training. Call on every rank."""
 
     at_once = 32
 

@@ -82,7 +82,7 @@ class MicroBatch(NamedTuple):
         return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
-        """Return times for the network: ``timestep`` (B,), or (B, T), per frame, with conditioning frames in place."""
+        """Return the network's times: ``timestep`` (B,), or one per frame (B, T) with conditioning frames in place."""
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
@@ -135,7 +135,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """Packs on the device: one sequence of N tokens with S segments (opendit/models/segments.py).
+    """Packs on the device: one sequence of N tokens with S segments, one per sample (opendit/models/segments.py).
 
     Attributes:
         x0, noise: (N, C, *patch) fp32 patches.
@@ -143,7 +143,7 @@ class PackedMicroBatch:
         shares: (S,) fp32 weights of the segments in the loss; see :meth:`Packing.shares`.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
         kept: (1, n) int64 indices of the routed blocks' tokens; ``segments.kept`` counts them per segment.
-        dropped, uncertain: (S,) bool, and a bool, see :class:`MicroBatch`.
+        dropped, uncertain: as in :class:`MicroBatch`, ``dropped`` for each segment, (S,).
     """
 
     x0: Tensor

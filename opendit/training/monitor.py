@@ -240,7 +240,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Monitor:
-    """Context manager that logs a run. Rank 0 writes; all ranks add to its sums.
+    """Context manager that logs a run. Rank 0 writes; all ranks contribute to the values.
 
     Args:
         failures: counts failed writes and loggers' errors.
@@ -296,15 +296,15 @@ class Monitor:
         self._flops += flops
 
     def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
-        """Add a step's mean loss on this rank, 0-dim, unless ``finite`` is False, without waiting for the device."""
+        """Add this rank's mean loss of a step, 0-dim, unless ``finite`` is False. The host does not wait."""
         self._sums += torch.stack([torch.where(finite, loss, 0).double(), finite.double()])
         self._steps += 1
         if self.mesh.is_main:
             self._bar.update()
 
     def forget_drawing(self, trained: float) -> None:
-        """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing. trained: peak
-        before the drawing, in GiB. It still counts, because a CUDA graph allocates memory only once."""
+        """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing. trained: the peak
+        before the drawing, in GiB. This peak is kept, because a CUDA graph allocates memory only once."""
         self._peak_gib = max(self._peak_gib, trained)
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -445,7 +445,7 @@ LOSS = 0.1  # warn if a slow rank costs this fraction of a step
 # and this many seconds between two lines of the log
 LEAST_S = 1.0
 REPEAT = 20  # lines of the log until the warning is repeated
-TIMED = 32  # micro-batches before each line of the log with timed forward passes
+TIMED = 32  # number of forward passes, the last ones before a line of the log, to average
 
 
 class Pace:

@@ -410,7 +410,8 @@ def _low_noise(high: Run) -> Run:
 def _starting_weights(
     flags: TrainConfig, config: DiTConfig, resume: Checkpoint | None, mesh: Mesh, notes: list[str]
 ) -> tuple[DiTConfig, dict[str, Any]]:
-    """Find the weights of --pretrained. Return ``config`` in their revision, and the run's fields about weights."""
+    """Find the weights of --pretrained. Return ``config`` in the weights' revision, and the values of the run's fields
+    ``initial``, ``initial_config`` and ``lora``."""
     initial, initial_config = None, None
     if flags.pretrained and (flags.lora or not resume):  # a LoRA's checkpoints do not contain its base weights
         initial, initial_config, config = check_pretrained(

@@ -256,11 +256,11 @@ class Run:
         samples_at_once: size of a rank's micro-batch, in samples of the configured size.
         teacher: frozen vision encoder of --repa, or its cached features.
         validation: held-out samples for the validation loss.
-        prompts: captions for sample grids and their condition; None for the data set's captions.
+        prompts: captions for sample grids, and the encoded captions; None for the data set's captions.
         clip_fps: frame rate of drawn clips; None if unknown.
         low: the low-noise network of --expert both. The other fields then describe the high-noise network.
-        networks: the run's networks. engine, ema, runner, inputs and skipped belong to the step's network.
-        validate, evaluate: functions of a step that return fields for the log. All ranks must call them together.
+        networks: the run's networks. engine, ema, runner, inputs and skipped belong to the network in training.
+        validate, evaluate: called with a step, return fields for the log. All ranks must call them together.
         done: number of steps since the run's first start.
         result: result of the last step; None before the first step of this start.
     """
@@ -339,8 +339,8 @@ class Run:
 
     @property
     def given_frames(self) -> str | None:
-        """Conditioning frames of the training clips, as in --given_frames. A model with frames in place can also train
-        without them, so the flag decides."""
+        """Conditioning frames of the training clips, as in --given_frames. If these frames are in place, a model can
+        also train without them, so the flag decides."""
         config = self.model_config
         return self.flags.given_frames if config.given_in_place else config.given_frames
 

@@ -54,7 +54,7 @@ class EagerPasses(Protocol):
 
 
 class Runner(ABC):
-    """Runs the passes of training steps. In training, only runners call the model. note: on CUDA graphs, to print."""
+    """Runs the passes of training steps. In training, only runners call the model. note: on CUDA graphs, for users."""
 
     engine: Engine
     note: str
@@ -101,10 +101,10 @@ class EagerRunner(Runner):
         return loss
 
     def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
-        """Run a micro-batch's passes and add its gradients to the step's.
+        """Run a micro-batch's passes and add its gradients to the step's gradients.
 
-        Return its contribution to the step's loss, 0-dim and detached. The next call may overwrite the result. first,
-        last: True for the step's first or last micro-batch.
+        Return the micro-batch's contribution to the step's loss, 0-dim and detached. The next call may overwrite the
+        result. first, last: True for the step's first or last micro-batch.
         """
         return self.forward_backward(micro_batch, last=last)
 
@@ -141,7 +141,7 @@ class CUDAGraphRunner(EagerRunner):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
         self._in_graph = False  # True if a recorded graph can add to the step's gradients
-        # first micro-batch of a step? -> micro-batches until the recording
+        # True for a step's first micro-batch, else False -> micro-batches until the recording
         self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}
         self._recordings: dict[bool, Recording] = {}
         self._routed = False  # True if the last micro-batch used a route
@@ -193,9 +193,8 @@ class PipelineRunner(Runner):
     All ranks of a pipeline read equal micro-batches, so that only tokens and gradients are sent. All ranks must
     construct their runners together, because this connects ``links`` between stages.
 
-    torch.distributed.pipelining is not used. Its ``schedule.step(target=)`` splits one tensor (torch 2.11), but this
-    loss has several inputs. Its stages call autograd directly, but an engine must scale the loss and reduce the
-    gradients.
+    torch.distributed.pipelining (torch 2.11) does not fit: it passes one target tensor to the loss, which needs
+    several, and calls autograd directly, but an engine must scale the loss and reduce the gradients.
     """
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
@@ -249,7 +248,7 @@ class Passes:
         self.losses: dict[int, Tensor] = {}
 
     def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
-        """Return a micro-batch and the objective's ``prepare`` of it. The first call fetches it."""
+        """Return a micro-batch and the result of ``objective.prepare``. The first call fetches the micro-batch."""
         while len(self._given) <= number:
             micro_batch = next(self._coming, None)
             if micro_batch is None:

@@ -50,8 +50,8 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """Data that a rank receives in a step by one kind of communication. seconds: duration. exposed: seconds that
-    computation does not hide."""
+    """Data that a rank receives in a step by one kind of communication. seconds: duration. exposed: the part of this
+    duration that computation does not hide."""
 
     bytes: float = 0
     seconds: float = 0
@@ -102,8 +102,8 @@ def span(ranks: int, stride: int, node: int) -> Span:
 def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, float]:
     """Return an all-gather's or reduce-scatter's traffic, and the fraction that computation hides. size: total bytes.
 
-    Every machine receives each other machine's data once, over all links, and distributes the data to its ranks. The
-    slower transfer determines the time.
+    Every machine receives all other machines' data once, over all links, and distributes the data to its ranks. The
+    slower of the two transfers determines the time.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -242,8 +242,8 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield (kind, traffic) for weights and gradients between ranks that hold one slice of every layer. work:
-        seconds of computation per micro-batch, to hide transfers behind."""
+        """Yield (kind, traffic) for weights and gradients between ranks that hold the same slice of every layer. work:
+        seconds of computation per micro-batch, which can hide transfers."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
@@ -291,8 +291,8 @@ class _Step:
             yield "gradients of copies", beside(summed, backward) * 2
 
     def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
-        """Return a micro-batch's traffic between ranks that share sequences, and their strategy (None for one rank).
-        Raises ValueError if no strategy works."""
+        """Return a micro-batch's traffic between ranks that share sequences, and the chosen strategy, None for one
+        rank. Raises ValueError if no strategy works."""
         setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
         if ranks == 1:
             return Traffic(), None
@@ -379,9 +379,9 @@ def step_cost(
 
     Args:
         setup: a setup without "auto" settings; see ``resolve_sharding``.
-        batch: samples per micro-batch. The ranks of a sequence or tensor group share them.
+        batch: samples per micro-batch, shared by the ranks of a sequence or tensor group.
         node: number of ranks per machine.
-        sequence_types: strategies that the model and --attention allow; None for all of the model's.
+        sequence_types: strategies that --attention allows; None for all that the model allows.
         graph: True if forward and backward are replayed as a CUDA graph.
     """
     if setup.pipeline_parallel > 1:
