@@ -84,7 +84,7 @@ class Inputs:
 
     Args:
         packing: how samples of different sizes are packed; None without ``--pack_tokens``.
-        tokens_of: maps a latent size to a number of tokens, for objectives whose times depend on this number.
+        tokens_of: maps a latent size to a number of tokens, for objectives with times that depend on this number.
         in_place: True if the conditioning frames replace frames of x_t, without noise.
         beside: True for an image-to-video model. Its condition is always the first frame.
         teacher: vision encoder of ``--repa``, or the reader of its cached features; None without ``--repa``.

@@ -142,7 +142,7 @@ class EMA:
             yield model
         finally:
             for name, weight in own.items():
-                assert model is not None  # only a rank with a model fills ``own``
+                assert model is not None  # only filled for a model
                 model.get_parameter(name).data.copy_(weight)
 
 

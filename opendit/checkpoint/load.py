@@ -165,7 +165,7 @@ def _check_listed(folder: Path, names: Iterable[str], files: list[str]) -> None:
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
     """Load a checkpoint into the engine and the averages. All ranks must call this. Each rank reads only its slices.
 
-    Plugin and number of ranks may differ from those of the run that saved. An average with a new decay starts from the
+    The saved run may have had another plugin and number of ranks. An average with a new decay starts from the
     checkpoint's first average.
 
     Raises on every rank: Unloadable for missing tensors, FloatingPointError for tensors that are not finite, and

@@ -83,9 +83,8 @@ Products = dict[str, list[PlacedLowRank]]  # weight's name -> products to add
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
-    """Convert products for the weights ``here`` to products for ``there``, another layout of the same weights. here,
-    there: name -> shape. pairs: (names here, names there, dimension along which both lists concatenate to the same
-    tensor)."""
+    """Convert products for the weights ``here`` to products for ``there``, another layout of these weights. here,
+    there: name -> shape. pairs: (names here, names there, dimension). Both lists concatenate to equal tensors."""
     found: Products = {}
     for ours, theirs, dim in pairs:
         starts = accumulate((here[name][dim] for name in ours), initial=0)
@@ -122,7 +121,7 @@ def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bo
 
 class Merged(Mapping[str, Tensor]):
     """Base weights plus LoRA products, by OpenDiT's names. A weight is computed on access: products are added in fp32,
-    and the sum is cast to the base's dtype. full: fully trained weights, which replace base weights."""
+    and the sum is cast to the base's dtype. full: fully trained weights, to replace base weights."""
 
     def __init__(self, base: Mapping[str, Tensor], products: Products, full: Mapping[str, Tensor]):
         self._base, self._products, self._full = base, products, full
@@ -157,7 +156,7 @@ class Merged(Mapping[str, Tensor]):
     @torch.no_grad()
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
         """Merge products and full weights into a model with base weights. Each weight is computed on the model's
-        device. layout: given if the model has slices of its weights."""
+        device. layout: required if the model has slices of its weights."""
         for name, parameter in model.named_parameters():
             if name in self._products:
                 shape = tuple(parameter.shape) if layout is None else tuple(layout.shapes[name])

@@ -47,7 +47,7 @@ class _Place:
     sources: tuple[_Source, ...]  # the stored tensors that overlap with the range
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return a range of the joined tensor, or a shard of this range, as runs of consecutive elements."""
+        """Return a range of the joined tensor, or this range's shard, as runs of consecutive elements."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 
@@ -64,7 +64,7 @@ class Reading:
         return math.prod(self.shape)
 
     def view(self) -> Tensor | None:
-        """Return a view if a stored tensor has the shard's elements consecutively, in the same dtype; else None."""
+        """Return a view if a stored tensor has this dtype and the shard's elements consecutively; else None."""
         if not self.numel or len(self._runs.start) != 1:
             return None
         for tensor, runs in self._stored:

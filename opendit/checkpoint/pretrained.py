@@ -184,7 +184,7 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
     made: Future[T] = Future()
     try:
         made.set_result(use(_read_part(path, mesh.rank, mesh.world_size)))
-    except Exception as error:  # perhaps caused by damaged weights, which are reported first
+    except Exception as error:  # damaged weights may be the cause and are reported first
         made.set_exception(error)
     if problem := next(filter(None, group.gather(checking.result())), None):
         return problem, None
@@ -296,8 +296,8 @@ def load_state(
     layout: Layout | None = None,
 ) -> None:
     """Load weights into a model with equal names and shapes. Buffers keep their computed values (see
-    ``DiTConfig.tables``). A parameter on the meta device gets memory on ``device``, in ``dtype``. layout: given if the
-    model has slices of its parameters. Raises ValueError with the first differences of names or shapes."""
+    ``DiTConfig.tables``). A parameter on the meta device gets memory on ``device``, in ``dtype``. layout: required if
+    the model has slices of its parameters. Raises ValueError with the first differences of names or shapes."""
     if isinstance(weights.state, MatchedTensors):
         return fill(model, weights.state, device, dtype, layout)
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
@@ -423,7 +423,7 @@ def _with_lora(
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
     """Build the model of ``base`` and merge ``added``, (LoRA, factor) pairs. Return the model, and the weights that
-    describe it: the first LoRA run's, or those of a run with fully trained layers, else ``base``."""
+    describe it: the first LoRA run with fully trained layers, else the first LoRA run, else ``base``."""
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}

@@ -116,7 +116,7 @@ def checkpoints_in(run: Path) -> list[Path]:
     """Return a run's checkpoint folders, also damaged ones, in the order in which to try them.
 
     First comes the checkpoint that ``latest`` names, else the highest step. Earlier steps follow, the newest first.
-    Later steps come last; the run wrote them before it was resumed at an earlier step."""
+    Later steps come last; they were written before the run was resumed at an earlier step."""
     folder = run / CHECKPOINTS
     try:
         names = os.listdir(folder)
@@ -244,7 +244,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-# Seconds between updates of the lock's time stamp, which show other machines that the owner is alive.
+# Seconds between updates of the lock's time stamp. Updates show other machines that the owner is alive.
 HEARTBEAT_S = 10.0
 PATIENCE_S = 45.0  # seconds without an update after which another machine's lock can be replaced
 EMPTY_S = 2.0  # seconds to wait for an owner's name in a new lock
@@ -346,7 +346,7 @@ class FolderLock:
     def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
         """Return a message if the owner has ended without releasing the lock. Raises Locked if the owner is alive."""
         if not owner:
-            return None  # the owner was killed before it wrote its name
+            return None  # the owner was killed before writing a name
         who = _name(owner)
         if flocked and owner.get("boot") == boot():
             return f"{self.folder} was locked by {who}, which is gone: taken over"

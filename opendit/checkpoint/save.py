@@ -44,7 +44,7 @@ OPTIMIZER = "optimizer"
 
 
 def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (set, parameter, this rank's shard) for masters, averages and moments, in the same order on all ranks."""
+    """Yield (set, parameter, this rank's shard) for masters, averages and moments. The order is equal on all ranks."""
     averages = tensor_set.average_sets(ema.decays)
     for name in engine.shapes:
         yield tensor_set.MODEL_SET, name, engine.master(name)
@@ -77,7 +77,7 @@ class HostBuffer:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor into the buffer. Return the copy, which is complete after :meth:`wait`."""
+        """Start to copy a tensor into the buffer. Return the copy. It is complete after :meth:`wait`."""
         space = self._numbers[self._used : self._used + tensor.numel()].view(tensor.shape)
         self._used += tensor.numel()
         if tensor.device.type != "cpu" or self.device.type == "cpu":
@@ -289,7 +289,7 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
     """Remove folders that a killed save or deletion left. Call on one rank, while no save is in progress.
 
     If a save was killed while replacing a checkpoint, the old checkpoint gets its name back. in_use: the checkpoint
-    that the run resumed from. Return its path, which may be new."""
+    that the run resumed from. Return its present path."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
@@ -310,8 +310,8 @@ def prune(
 ) -> None:
     """Delete checkpoints up to ``newest``, except the ``keep`` newest (0: all) and those in ``kept``.
 
-    Later checkpoints remain; the run wrote them before it was resumed at an earlier step. keep_averages: move a deleted
-    checkpoint's averages to the run's folder ``averages``."""
+    Later checkpoints remain. They were written before the run was resumed at an earlier step. keep_averages: move a
+    deleted checkpoint's averages to the run's folder ``averages``."""
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
         if old not in kept:
@@ -417,7 +417,7 @@ class Checkpoints:
         self.folder, self.info, self.keep, self.in_use = folder, info, keep, in_use
         self.enabled = enabled
         self._best, self._before = best, before
-        self._after: Path | None = None  # folder of the network whose checkpoint is written after this one
+        self._after: Path | None = None  # folder that gets its checkpoint after this one
         if before is not None:
             before._after = folder
         self._write_failures = write_failures or WriteFailures()

@@ -2,8 +2,8 @@
 
 A data set or an output folder may come from a stranger, and its links can lead anywhere. Most functions take ``root``,
 the folder that the user named (by default the file's folder). Links in the path of ``root`` itself are followed. Below
-``root``, each entry is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``), so even a link that appears
-at the last moment is refused. tests/common/test_writers.py fails if another module of the package writes a file.
+``root``, each entry is opened relative to its parent folder (``dir_fd``, ``O_NOFOLLOW``). So a link is refused even if
+it appears at the last moment. tests/common/test_writers.py fails if another module of the package writes a file.
 """
 
 import contextlib

@@ -252,8 +252,8 @@ def check_expert_parallel_size(
 
 
 def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
-    """Parse --offload. Return a value of OFFLOAD and the number of offloaded blocks; 10**6 means all. Offloaded blocks
-    take their optimizer state and averages along, unless they are ``frozen`` (--lora)."""
+    """Parse --offload. Return a value of OFFLOAD and the number of offloaded blocks; 10**6 means all. Trained blocks
+    are offloaded with optimizer state and averages, ``frozen`` ones (--lora) alone."""
     blocks, _, count = text.partition(":")
     return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 

@@ -68,8 +68,8 @@ class TaylorCache:
 class FirstBlockCache:
     """First-block cache [F]: evaluate the first block in every step, and all others only if necessary.
 
-    If the first block's residual (output minus input) changed by less than ``threshold`` since the last complete step,
-    the residual of all other blocks from that step is used again.
+    A block's residual is its output minus its input. The first block's residual is compared with the last complete
+    step's. If it changed by less than ``threshold``, all other blocks' residual is taken from that step.
     """
 
     threshold: float = THRESHOLD

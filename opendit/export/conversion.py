@@ -216,7 +216,7 @@ def import_weights(
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """Read the weights to convert. A run's folder means its newest intact checkpoint, with a LoRA merged into its base.
+    """Read the weights to convert. A run's folder means its newest intact checkpoint. LoRA is merged into the base.
     Meta's .pt files need ``model``."""
     stands = pretrained.find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:

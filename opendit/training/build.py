@@ -213,7 +213,7 @@ def sharded_checkpoints(run: Run, engine: Engine) -> bool:
 
 
 def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # ranks that share samples skip the same file; one of them reports it
+    if mesh.leads_sharing:  # only one of several ranks that share samples
         logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 

@@ -270,8 +270,8 @@ def _of_known_positions(shaped: ShapedDataset, token: TokenSize, config: DiTConf
 def make_schedule(
     flags: TrainConfig, dataset: MediaDataset, global_batch: int, config: DiTConfig, parts: int | None = None
 ) -> BatchSchedule:
-    """Return the order of the run's samples. Raises the errors of ``build_schedule``. A step has ``parts`` groups of
-    samples, each of one shape. By default, each micro-batch is a group."""
+    """Return the order of the run's samples. Raises the errors of ``build_schedule``. parts: number of groups of
+    samples with equal shapes in a step; by default, the number of micro-batches."""
     return build_schedule(
         dataset,
         global_batch,

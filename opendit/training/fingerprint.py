@@ -149,7 +149,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
 
 
 def by_value(objective: str) -> list[str]:
-    """Return the flags whose values are compared on resuming, in a run with this objective."""
+    """Return the names of flags to compare on resuming a run with this objective."""
     others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
     left_out = FREE | OF_THE_MODEL | DERIVED | others
     return [item.name for item in flags_of(TrainConfig) if item.name not in left_out]
@@ -339,7 +339,7 @@ NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
-    # Earlier versions stored this hash for every folder, whatever its weights.
+    # Earlier versions stored this hash for every folder, independent of the weights.
     "pretrained": lambda stored, now, _: stored["pretrained"] == hash_parts("1", b""),
 }
 

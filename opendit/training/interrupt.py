@@ -120,7 +120,7 @@ class Interrupt:
             os.kill(os.getpid(), number)
 
     def _hand_back(self) -> None:
-        """Restore the default handlers, which end the process even while Python waits inside a collective."""
+        """Restore the default handlers. They end the process even while Python waits inside a collective."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 

@@ -131,7 +131,7 @@ class Setup:
 
     @property
     def alike(self) -> int:
-        """Number of ranks that hold the same slice of every layer and divide the slice's state."""
+        """Number of ranks that hold equal slices of every layer, and divide a slice's state."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
@@ -312,8 +312,8 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 @functools.cache
 def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, stages: PipelineStages | None = None) -> int:
-    """Count a rank's LoRA weights, in all layers or in a pipeline's ``stages``. ranks: tensor-parallel ranks, which
-    divide A in row-parallel layers and B in column-parallel layers."""
+    """Count a rank's LoRA weights, in all layers or in a pipeline's ``stages``. ranks: number of tensor-parallel ranks.
+    They divide A in row-parallel layers and B in column-parallel layers."""
     rules, total = plan_of(config).rules(config), 0
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
         if stages is not None and not stages.has(config, name):
@@ -493,8 +493,8 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int, number: int = -1) -> tuple[float, float, float]:
-    """Return three numbers of bytes at the beginning of the backward pass: the activations of all blocks except block
-    ``number``, those of this block with temporary tensors, and those of this block before its recomputation."""
+    """Return bytes of activations at the beginning of the backward pass: (all blocks except block ``number``, this
+    block with temporary tensors, this block before its recomputation)."""
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     frozen = setup.lora is not None and not trains_modulation(config, setup.lora)
     execution = replace(setup.execution, frozen_gates=frozen)
@@ -519,7 +519,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int, number: int = -1) 
 
     block, own = of_block(kept), of_block(own_kept)
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
-    if kept_blocks < config.depth:  # a recomputed block keeps only its input and its modulation
+    if kept_blocks < config.depth:  # only input and modulation of a recomputed block stay
         streams = 1 + config.caption_tokens / config.tokens
         given = unit * streams + size * batch * config.modulation_width
         if setup.recompute == BUT_ATTENTION:  # attention's outputs and log-sum-exps are also stored

@@ -67,7 +67,7 @@ from opendit.training.model_plan import (
 )
 from opendit.training.run import Run
 
-# Errors that are printed without a traceback: those of prepare(), and those of the run.
+# Errors that are printed without a traceback, in prepare() and in the run.
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 

@@ -132,7 +132,7 @@ class Batches:
         self._last: Batch | None = None
 
     def of_next_step(self) -> Iterator[Batch]:
-        """Yield the next step's batches. Each is read on request, so that reading overlaps with computing.
+        """Yield the next step's batches. A batch is read on request, so that reading overlaps with computing.
 
         If the data can't be read any more, this rank repeats its last batch, because other ranks wait.
         ``Interrupt.ask`` then drops the step on all ranks. Without other ranks, NoData is raised instead.
@@ -339,8 +339,8 @@ class Run:
 
     @property
     def given_frames(self) -> str | None:
-        """Conditioning frames of the training clips, as in --given_frames. If these frames are in place, a model can
-        also train without them, so the flag decides."""
+        """Conditioning frames of the training clips, as in --given_frames. A model with frames in place may be trained
+        without conditioning frames, so the flag decides."""
         config = self.model_config
         return self.flags.given_frames if config.given_in_place else config.given_frames
 

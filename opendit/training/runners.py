@@ -191,10 +191,10 @@ class PipelineRunner(Runner):
     """Runner of the pipeline schedule. stages: this rank's stages, from the engine's module.
 
     All ranks of a pipeline read equal micro-batches, so that only tokens and gradients are sent. All ranks must
-    construct their runners together, because this connects ``links`` between stages.
+    construct their runners together, because the constructor connects ``links`` between stages.
 
-    torch.distributed.pipelining (torch 2.11) does not fit: it passes one target tensor to the loss, which needs
-    several, and calls autograd directly, but an engine must scale the loss and reduce the gradients.
+    torch.distributed.pipelining (torch 2.11) does not fit. Its loss function gets one target tensor, but this loss
+    needs several. Its stages call autograd directly, but an engine must scale the loss and reduce the gradients.
     """
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
@@ -263,7 +263,7 @@ class Passes:
             raise ValueError(f"a step has {self._number} micro-batches, got {number}")
 
     def key_of(self, number: int) -> tuple[int, ...]:
-        """Return the sizes of a micro-batch's latents and captions, which determine its number of tokens."""
+        """Return the sizes of a micro-batch's latents and captions. The number of tokens depends on them."""
         micro_batch = self._micro_batch(number)[0]
         return (*micro_batch.x0.shape, *micro_batch.condition.shape[1:])
 

@@ -50,7 +50,7 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """Data that a rank receives in a step by one kind of communication. seconds: duration. exposed: the part of this
+    """Data that a rank receives in a step by one kind of communication. seconds: duration. exposed: seconds of the
     duration that computation does not hide."""
 
     bytes: float = 0
@@ -242,8 +242,8 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield (kind, traffic) for weights and gradients between ranks that hold the same slice of every layer. work:
-        seconds of computation per micro-batch, which can hide transfers."""
+        """Yield (kind, traffic) for weights and gradients between ranks that hold equal slices of every layer. work:
+        seconds of a micro-batch's computation. Transfers can overlap with this time."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
