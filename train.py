@@ -150,7 +150,7 @@ class Inputs:
         return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
-        """Choose conditioning frames at random. Return their mask and latents, (B, 1 + C, T, H, W), or None."""
+        """Return the conditioning frames' mask and latents, (B, 1 + C, T, H, W); None without --given_frames."""
         from opendit.diffusion.random import draw_conditioning_frames
 
         return draw_conditioning_frames(self.given_frames, x0, self.seed, step, index)

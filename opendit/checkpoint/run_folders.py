@@ -143,8 +143,8 @@ def checkpoints_in(run: Path) -> list[Path]:
 def named_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that a run's ``latest`` or ``best`` names. A link is read, but never followed.
 
-    Return any other folder unchanged, also if ``latest`` or ``best`` is a folder or missing. Raises ValueError if the
-    name is not ``step_*``."""
+    A path with another name is returned unchanged, and so is ``latest`` or ``best`` if it is a folder or missing.
+    Raises ValueError if the named checkpoint is not ``step_*``."""
     path = Path(os.path.abspath(folder))
     if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
         return folder

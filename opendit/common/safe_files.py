@@ -110,7 +110,7 @@ def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) 
 
 
 def touch(path: Path) -> None:
-    """Set the modification time of a file, or of a link itself, to now. Raises OSError."""
+    """Set a file's modification time to now. A link is not followed. Raises OSError."""
     os.utime(path, follow_symlinks=False)
 
 

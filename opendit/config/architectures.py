@@ -145,7 +145,7 @@ POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
 NORMS = ("layer", "rms")  # norms before every branch of a block
 MLP_KINDS = ("gelu", "swiglu")
 # Size -> hidden size, depth, heads. Ti is for the embedded demo and tests. S to XL are from the DiT paper (Peebles &
-# Xie 2023, table 1). 7B and 28B are NeMo's. Later NeMo releases changed DiT7BConfig to 4096 x 28 x 32, Cosmos' size.
+# Xie 2023, table 1), 7B and 28B from early releases of NeMo.
 SIZES = {
     "Ti": (128, 4, 4),
     "S": (384, 12, 6),

@@ -47,7 +47,7 @@ SHOWN = 5
 PARTS = 4  # --offload is tried in steps of 1 / PARTS of the blocks
 ONE_BYTE = {False: "int8", True: "fp8"}  # --fp8 -> storage with one byte per weight: int8 is more exact, FP8 faster
 BATCHES = 3  # number of micro-batch sizes to try: the largest that fits, then smaller ones
-# Relative gain in time that justifies one more kind of parallelism. It makes up for waits, which step_cost.py ignores.
+# One more kind of parallelism must save this fraction of the time. It causes waits that step_cost.py ignores.
 MARGIN = 0.01
 
 

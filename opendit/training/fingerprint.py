@@ -259,7 +259,7 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def warmup_of(stored: dict[str, Any]) -> float:
-    """Return a checkpoint's warm-up of the averages. The first releases had no warm-up; later ones stored a bool."""
+    """Return the rate of a checkpoint's warm-up of averages, 0 for none. A stored True means FIRST_WARMUP."""
     value = stored.get("ema_warmup", 0)
     return FIRST_WARMUP * value if isinstance(value, bool) else value
 

@@ -29,7 +29,7 @@ from opendit.parallel.mesh import ControlGroup, Mesh
 class Board:
     """Writer of curves and pictures for TensorBoard. Each start of a run writes a new event file.
 
-    TensorBoard hides earlier points from ``first_step`` on, because this start repeats those steps. root: see
+    This start repeats the steps from ``first_step`` on, so TensorBoard hides the steps' earlier points. root: see
     :class:`RecordFile`. Methods raise OSError if a write fails; the next write repeats the points.
     """
 
@@ -90,7 +90,7 @@ PROJECT = "opendit"
 
 
 class WandbLogger:
-    """Weights & Biases, in files under the run's folder unless WANDB_MODE is set. WANDB_PROJECT names the project."""
+    """Logger for Weights & Biases (project: WANDB_PROJECT). Writes to the run's folder unless WANDB_MODE is set."""
 
     def __init__(self, folder: Path, config: dict[str, Any]):
         mode = os.environ.get("WANDB_MODE") or "offline"
@@ -129,8 +129,8 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """MLflow, in a database next to the run folders unless MLFLOW_TRACKING_URI is set. MLFLOW_EXPERIMENT_NAME names the
-    experiment."""
+    """Logger for MLflow. It writes to a database next to the run folders unless MLFLOW_TRACKING_URI is set.
+    MLFLOW_EXPERIMENT_NAME names the experiment."""
 
     def __init__(self, folder: Path, config: dict[str, Any]):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no usage reports to MLflow's makers
@@ -174,8 +174,8 @@ class MlflowLogger:
         self._client.set_terminated(self._run_id, "FINISHED")
 
 
-# Loggers beside TensorBoard, with the methods of Board. They get the run's folder and flags, and may raise their
-# library's errors. ``where`` tells the user how to view the log.
+# Loggers besides TensorBoard, with the methods of Board. Constructors take the run's folder and flags. Methods may
+# raise their library's errors. ``where`` tells the user how to view the log.
 RunLogger = WandbLogger | MlflowLogger
 LOGGERS: dict[str, type[RunLogger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger}
 
@@ -392,7 +392,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _survive(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Count and suppress any exception, because other loggers may raise any error."""
+        """Count and suppress any exception, because a logger's library may raise any error."""
         with self.failures.survive(name, step):
             try:
                 yield

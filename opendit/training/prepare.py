@@ -340,7 +340,7 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
             published = load_published_text(Path(name).expanduser(), family, dtype=torch.bfloat16, **how)
         trim = family.text.padding == "remove"
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
-        encodes = width and not mock and dataset.describe().first_frames is None  # the cache may have the tokens
+        encodes = width and not mock and dataset.describe().first_frames is None  # the cache may hold tokens
         pictures = PictureTokens(Path(name), width, mesh.device) if encodes else None
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
     # random latents (mock) come with random embeddings
