@@ -283,7 +283,6 @@ def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: Publis
 
 
 def _trained_on(metadata: Mapping[str, str]) -> str:
-    """Return a remark on the base model that a LoRA file's metadata name, or ""."""
     said = next((metadata[key] for key in ("base", "ss_base_model_version", ARCHITECTURE) if metadata.get(key)), None)
     return f" (this one was trained on {shown(said)})" if said else ""
 

@@ -246,7 +246,6 @@ class ShardFiles:
         return tensor_set.shard_file(which, self.mesh.rank, self.mesh.world_size)
 
     def _index(self, which: str, step: int, metadata: dict[str, str]) -> tensor_set.ShardIndex:
-        """Return a set's index, equal on every rank."""
         tensors = {}
         for name, (dtype, shape) in self._shapes.items():
             if which in (self._weights if name not in self._trained else [*self._weights, *self._moments[name]]):

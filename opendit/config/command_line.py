@@ -383,8 +383,8 @@ class CommandLine(argparse.ArgumentParser):
                 print(f"note: {self.source}{note}", flush=True)
 
     def _repeated(self, words: list[str]) -> Iterator[str]:
-        """Yield a note for each flag that is repeated with another value, or as its opposite. A repeated flag is no
-        error, because users add flags to a script to override its flags."""
+        """Yield a note for each flag that is repeated with another value, or as its opposite. Repeated flags are no
+        error, because users append flags to a script's command line."""
         before: dict[str, list[str]] = {}
         starts = [place for place, word in enumerate(words) if word.startswith("--")]
         for start, stop in itertools.pairwise([*starts, len(words)]):

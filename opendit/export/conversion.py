@@ -130,7 +130,6 @@ def load_pipeline(folder: str | Path, **options: Any) -> Any:
 
 
 def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
-    """Load the model of --ckpt, and print the notes of ``load_pretrained``."""
     notes: list[str] = []
     loaded = pretrained.load_pretrained(ckpt, model, notes=notes)
     for note in notes:
@@ -326,7 +325,7 @@ def _check_output(output: Path, read: tuple[Path, ...]) -> None:
 
 
 def _take_place(new: Path, output: Path, old: Path) -> None:
-    """Rename the folder ``new`` to ``output``. An ``output`` with files is first renamed to ``old``, then removed."""
+    """Rename the folder ``new`` to ``output``. First rename an ``output`` with files to ``old``; remove it last."""
     if not output.exists() or not os.listdir(output):
         return safe_files.rename(new, output)
     safe_files.rename(output, old)

@@ -313,7 +313,7 @@ def encoder_bytes(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) 
 
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
-    """Return the keyword argument of ``model_config`` for the model's condition: num_classes or text."""
+    """Return {"num_classes": ...} or {"text": ...}, an argument of ``model_config``."""
     about = dataset.describe()
     if about.conditioning == "text":
         name, cached = cast(str, flags.text_encoder), about.text_encoder

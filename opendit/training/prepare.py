@@ -212,7 +212,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
 
 
 def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
-    """Return the warm-up of the averages, 0 for none. A resumed run keeps its warm-up (``stored``) by default."""
+    """Return the warm-up of the averages, 0 for none. stored: the resumed run's fingerprint, or None."""
     if stored is None:
         return WARMUP if flags.ema_warmup else 0
     if "ema_warmup" not in flags.given:
@@ -376,7 +376,7 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None, world_size: i
 
 
 def _both_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfig:
-    """Return the flags with --expert both if the resumed run trains both networks of a model."""
+    """Set --expert both if the resumed run trains two networks. Raises ValueError for another --expert."""
     if resume is None:
         return flags
     both, folder = low_noise_of(resume.folder) is not None, resume.folder

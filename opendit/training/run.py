@@ -170,7 +170,7 @@ def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
 
 
 def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
-    """Return the captions for :func:`example_captions`, each with a sample's index."""
+    """Return caption -> index of a sample, for :func:`example_captions`."""
     if dataset.describe().conditioning != "text":
         return {}
     found: dict[str, int] = {}

@@ -408,7 +408,7 @@ def step_cost(
 def _pipelined(
     slowest: StepCost, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int
 ) -> StepCost:
-    """Add a pipeline's idle time (the bubble, Narayanan et al. 2021) and token transfers to its slowest rank's cost."""
+    """Add a pipeline's idle time (bubble, Narayanan et al. 2021) and token transfers to the slowest rank's cost."""
     ranks, chunks = setup.pipeline_parallel, chunks_of(setup.schedule)
     computing = slowest.total - slowest.work["update"]
     bubble = (ranks - 1) / chunks * computing / setup.micro_batches
