@@ -4,6 +4,7 @@ without building the model.
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -322,6 +323,10 @@ class DiTConfig:
         from opendit.models.zoo import plan_of  # imported here, because the zoo imports this module
 
         return plan_of(self).forward_flops(self)
+
+    def with_blocks(self, numbers: Sequence[int]) -> "DiTConfig":
+        """Return the configuration of a model that has only the blocks with these numbers."""
+        return replace(self, depth=len(numbers))
 
     @functools.cache  # noqa: B019  there are few configurations, and thousands of plans ask for the number
     def parameters(self) -> int:

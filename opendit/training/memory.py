@@ -631,8 +631,8 @@ def stage_setups(config: DiTConfig, setup: Setup) -> list[tuple[DiTConfig, Setup
     for rank in range(ranks):
         stages = stages_of(config, setup.schedule, rank, ranks)
         actions = make_schedule(setup.schedule, rank, ranks, setup.micro_batches)
-        blocks = tuple(stages.own(chunk) for chunk in range(stages.chunks))
-        own, tensor = sum(map(len, blocks)), setup.tensor_parallel
+        own = [number for chunk in range(stages.chunks) for number in stages.own(chunk)]
+        tensor = setup.tensor_parallel
         changes = dict(
             pipeline_parallel=1,
             world=setup.world // ranks,
@@ -640,7 +640,7 @@ def stage_setups(config: DiTConfig, setup: Setup) -> list[tuple[DiTConfig, Setup
             trained=setup.lora and lora_parameters(config, setup.lora, tensor, stages),
             held_micro_batches=in_flight(actions) / stages.chunks,
         )
-        found.append((replace(config, depth=own), replace(setup, **changes)))
+        found.append((config.with_blocks(own), replace(setup, **changes)))
     return found
 
 

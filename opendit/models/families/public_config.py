@@ -3,15 +3,15 @@
 import functools
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 from opendit.config.names import BUT_ATTENTION
 from opendit.models.blocks import MLPS, BlockSpec
 from opendit.models.conditioning import TextConfig
 from opendit.models.configuration import DiTConfig
-from opendit.models.families.base import Family, NetworkSpec, Variant
+from opendit.models.families.base import Family, NetworkSpec, Stack, Variant
 from opendit.models.plan import (
     Column,
     Execution,
@@ -34,11 +34,14 @@ def published(values: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _spec_of(family: str, config: str) -> NetworkSpec:
+def _spec_of(family: str, config: str, own_blocks: tuple[int, ...] | None = None) -> NetworkSpec:
     try:
-        return family_of(family).layout(json.loads(config))
+        spec = family_of(family).layout(json.loads(config))
     except KeyError as error:
         raise ValueError(f"{error.args[0]}: not in the published configuration") from None
+    if own_blocks is None:
+        return spec
+    return replace(spec, stacks=tuple(Stack(1, spec.blocks[number]) for number in own_blocks))
 
 
 def family_of(name: str) -> Family:
@@ -60,6 +63,7 @@ class PublicConfig(DiTConfig):
     family: str = ""
     published: str = ""  # values of ``config.json``, as JSON
     index: str = "{}"  # settings of ``model_index.json``, and "expert" if one of two networks is selected, as JSON
+    own_blocks: tuple[int, ...] | None = None  # numbers of a pipeline rank's blocks; None for all blocks
 
     @property
     def variant(self) -> Variant | None:
@@ -82,7 +86,10 @@ class PublicConfig(DiTConfig):
 
     @property
     def spec(self) -> NetworkSpec:
-        return _spec_of(self.family, self.published)
+        return _spec_of(self.family, self.published, self.own_blocks)
+
+    def with_blocks(self, numbers: Sequence[int]) -> "PublicConfig":
+        return replace(self, depth=len(numbers), own_blocks=tuple(numbers))
 
     @property
     def block(self) -> BlockSpec:

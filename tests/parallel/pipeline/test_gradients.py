@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bench_public import TINY, tiny
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.diffusion.objectives.base import Prepared
 from opendit.models.conditioning import TextCondition
 from opendit.models.dit import DiT
-from opendit.models.zoo import build_model
+from opendit.models.families.public_config import public_config
+from opendit.models.plan import Execution
+from opendit.models.zoo import build_model, plan_of
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.pipeline import Absent, keep_stages, mesh_stages, on_every_stage, stages_of
@@ -217,3 +220,21 @@ def test_the_estimate_of_the_memory_counts_a_stages_parameters(name):
         held = sum(p.numel() for p in part.parameters())
         assert fewer.parameters() - stage.absent == held and stage.world == 1
         assert stage.held_micro_batches == 3 - rank
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_estimate_counts_a_stages_own_blocks_of_a_public_model(name):
+    subject = tiny(name)
+    whole = public_config(subject.family, subject.values, subject.size, subject.tokens)
+    found = stage_setups(whole, Setup(pipeline_parallel=2, world=2, micro_batches=8))
+    for rank, (fewer, stage) in enumerate(found):
+        part = keep_stages(build_model(whole), stages_of(whole, "1f1b", rank, 2))
+        assert fewer.parameters() - stage.absent == sum(p.numel() for p in part.parameters())
+    for of_block in (
+        lambda config: plan_of(config).flops_at(config, "block"),  # rounded down
+        lambda config: plan_of(config).kept(config, Execution()).units,
+        lambda config: config.modulation_width,
+    ):
+        assert sum(of_block(part) * part.depth for part, _ in found) == pytest.approx(
+            of_block(whole) * whole.depth, rel=1e-3
+        )
