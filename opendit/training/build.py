@@ -178,7 +178,7 @@ def open_checkpoints(
 
 
 def best_checkpoint(run: Run, evaluated: str | None) -> BestCheckpoint | None:
-    """Return the best checkpoint so far, on rank 0 with --ckpt_best; otherwise None."""
+    """Return the object that tracks the best checkpoint; None on other ranks than 0 and without --ckpt_best."""
     name = run.flags.ckpt_best
     if name is None or not run.mesh.is_main:
         return None

@@ -92,7 +92,7 @@ class StepProfiler:
         if kind is None:
             self.close()
         else:
-            self._profile = None  # its last step is incomplete
+            self._profile = None  # the last recorded step is incomplete
 
     def step(self) -> None:
         if self._profile is None:
