@@ -104,7 +104,7 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
     """Return A (rank, columns) and B (rows, rank). B A is the sum of ``products`` for one weight of this shape.
-    Products with one A at one column share rows of A. scaled: multiply B by the scales."""
+    Products with equal A and column share rows of A. scaled: multiply B by the scales."""
     starts: dict[tuple[int, int], int] = {}
     rank = 0
     for product in products:

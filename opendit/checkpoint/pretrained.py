@@ -38,7 +38,7 @@ METADATA_KEY = "opendit"
 WeightedLora = tuple[str | Path, float]  # a path, and the factor for its LoRA products
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
-ROUNDING = 1e-6  # largest accepted difference from tables in Meta's files; other libraries computed them in fp32
+ROUNDING = 1e-6  # largest accepted difference from position tables in Meta's files
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:

@@ -23,7 +23,7 @@ CLIP_FRAMES = 17  # default frames of a clip, near 16; VAEs need 4 k + 1 or 8 k 
 
 class Public(NamedTuple):
     """A family of public models: its class in diffusers, patch size, and usual picture side in pixels. Families with
-    one class differ in ``guidance_embeds`` of ``config.json``."""
+    equal classes differ in ``guidance_embeds`` of ``config.json``."""
 
     network: str
     patch: int | tuple[int, int, int]

@@ -455,8 +455,8 @@ FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
 def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
-    """Return the hardware to plan for. ``card`` is a known card's name, GiB, or "auto" for ``hardware`` itself. Raises
-    ValueError for other words."""
+    """Return the hardware to plan for. card: a known card's name, a number of GiB, or "auto" for ``hardware`` itself.
+    Raises ValueError for other words."""
     if card == AUTO:
         return hardware
     try:
