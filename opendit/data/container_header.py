@@ -54,17 +54,6 @@ def problem_of_tables(path: str) -> str | None:
     return None
 
 
-def read_movie(file: BinaryIO) -> bytes:
-    """Return the first ``moov`` box of an MP4, up to ``MAX_TABLES`` bytes, or b"" without one.
-
-    Raises OSError, and ValueError for too many boxes."""
-    for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
-        if kind == b"moov":
-            file.seek(begin)
-            return file.read(min(length, MAX_TABLES))
-    return b""
-
-
 class _Parts:
     """File-like object that collects the bytes read, as (offset, bytes) in ``parts``. least: minimum bytes per call of
     ``read``. read, size: see :func:`table_parts`."""
@@ -214,12 +203,8 @@ def _check(kind: bytes, needed: int, room: int) -> None:
         raise ValueError(f"its table {kind.decode()} declares more entries than it holds")
 
 
-def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
-    """Return each video track's crop in its ``clap`` box; None for a track without a valid box."""
-    return [_clean_aperture(tables[b"stsd"]) for tables in _video_tracks(moov)]
-
-
-def _clean_aperture(codecs: bytes) -> tuple[int, int, int, int] | None:
+def _clean_aperture(codecs: bytes) -> "Crop | None":
+    """Return the crop in the ``clap`` box of a video track's ``stsd`` box; None without a valid box."""
     _, begin, end = list_boxes(codecs, 8)[0]
     entry = codecs[begin:end]
     parts = named_boxes(entry, _VISUAL_SAMPLE_ENTRY)
@@ -240,16 +225,6 @@ def named_boxes(data: bytes, at: int = 0) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
     for kind, begin, end in list_boxes(data, at):
         found.setdefault(kind, data[begin:end])
-    return found
-
-
-def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
-    found = []
-    for kind, begin, end in list_boxes(moov):
-        if kind == b"trak":
-            media = named_boxes(named_boxes(moov[begin:end]).get(b"mdia", b""))
-            if media.get(b"hdlr", b"")[8:12] == b"vide":
-                found.append(named_boxes(named_boxes(media.get(b"minf", b"")).get(b"stbl", b"")))
     return found
 
 
@@ -311,15 +286,25 @@ def container_crop(name: str, container: str, number: int) -> Crop:
         return 0, 0, 0, 0
     try:
         with open(name, "rb") as file:
-            if first == "mov":
-                movie = read_movie(file)
-                crops = clean_apertures(movie) if b"clap" in movie else []
-            else:
-                crops = _matroska_crops(file)
+            crops = _mp4_crops(file) if first == "mov" else _matroska_crops(file)
     except (OSError, ValueError, LookupError, StopIteration, struct.error):
         return 0, 0, 0, 0
     found = crops[number] if number < len(crops) else None
     return found or (0, 0, 0, 0)
+
+
+def _mp4_crops(file: BinaryIO) -> list[Crop | None]:
+    boxes = _top_boxes(file, os.fstat(file.fileno()).st_size)
+    begin, length = next(((begin, length) for kind, begin, length in boxes if kind == b"moov"), (0, 0))
+    file.seek(begin)
+    movie, found = file.read(min(length, MAX_TABLES)), []
+    for kind, begin, end in list_boxes(movie) if b"clap" in movie else ():
+        if kind == b"trak":
+            media = named_boxes(named_boxes(movie[begin:end]).get(b"mdia", b""))
+            if media.get(b"hdlr", b"")[8:12] == b"vide":
+                tables = named_boxes(named_boxes(media.get(b"minf", b"")).get(b"stbl", b""))
+                found.append(_clean_aperture(tables[b"stsd"]))
+    return found
 
 
 def _matroska_crops(file: BinaryIO) -> list[Crop | None]:

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import resource
 import stat
 import threading
 import time
@@ -26,6 +27,7 @@ from opendit.common.utils import printable as printable
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 TIME_LIMIT = 30.0  # seconds until a picture or clip counts as unreadable
+MOST_FILES_OPEN = 2**14  # limit on open files that ``allow_open_files`` asks for
 MOST_OPEN = 256  # maximum open files in ``read_at``; many systems allow a process 1,024
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -72,14 +74,10 @@ def bytes_of(path: str | Path) -> int:
         return 0
 
 
-def allow_open_files(most: int = 2**14) -> None:
-    """Raise this process's limit on open files, usually 1,024, to ``most`` or the system's maximum."""
-    try:
-        import resource
-    except ImportError:  # this system has no such limit
-        return
+def allow_open_files() -> None:
+    """Raise this process's limit on open files, usually 1,024, to ``MOST_FILES_OPEN`` or the system's maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    wanted = MOST_FILES_OPEN if hard == resource.RLIM_INFINITY else min(MOST_FILES_OPEN, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -226,10 +224,9 @@ def spread(size: int, most: int) -> list[int]:
     return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
 
 
-def name_few(messages: list[str], count: int = 5) -> str:
-    """Return one line with the first ``count`` messages and the number of other messages."""
-    more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
-    return "; ".join(messages[:count]) + more
+def name_few(messages: list[str]) -> str:
+    """Return one line with the first five messages and the number of other messages."""
+    return "; ".join(messages[:5]) + (f"; and {len(messages) - 5:,} more" if len(messages) > 5 else "")
 
 
 CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
@@ -249,20 +246,17 @@ class Ignored:
     unreadable: list[str] = field(default_factory=list)  # "path (reason)" for folders that can't be read
 
     def add(self, other: "Ignored") -> None:
-        self.suffixes += other.suffixes
-        self.hidden += other.hidden
-        self.outside += other.outside
-        self.named += other.named
-        self.unreadable += other.unreadable
+        vars(self).update({name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def __bool__(self) -> bool:
-        return bool(self.suffixes or self.hidden or self.outside or self.named or self.unreadable)
+        return any(vars(self).values())
 
     def __str__(self) -> str:
         """Return one line such as "ignored 12 files of suffixes that are not read (10 .txt, 2 .gz), ..."."""
         kinds: dict[str, Counter[str]] = {}
         for suffix, count in self.suffixes.items():
-            kinds.setdefault(_kind(suffix), Counter())[suffix] = count
+            kind = _KINDS_OF_SUFFIXES.get(suffix, "of suffixes that are not read")
+            kinds.setdefault(kind, Counter())[suffix] = count
         parts = [
             f"{counts.total():,} file{'s' * (counts.total() != 1)} {kind} ({_by_suffix(counts)})"
             for kind, counts in sorted(kinds.items())
@@ -278,12 +272,8 @@ class Ignored:
         return f"ignored {', '.join(parts)}"
 
 
-def _kind(suffix: str) -> str:
-    if suffix in CLIPS:
-        return "of clips, which need a CSV (python preprocess.py folder)"
-    if suffix in (".eps", ".ps"):
-        return "of PostScript, which is a program and no picture"
-    return "of suffixes that are not read"
+_KINDS_OF_SUFFIXES = dict.fromkeys(CLIPS, "of clips, which need a CSV (python preprocess.py folder)")
+_KINDS_OF_SUFFIXES |= dict.fromkeys((".eps", ".ps"), "of PostScript, which is a program and no picture")
 
 
 def _by_suffix(counts: Counter[str]) -> str:
@@ -304,12 +294,8 @@ def identity_of(folder: str) -> Identity:
 
 def folders_above(folder: str) -> frozenset[Identity]:
     """Return the identities of a folder and all its parents."""
-    path, found = os.path.realpath(folder), set()
-    while True:
-        found.add(identity_of(path))
-        if (above := os.path.dirname(path)) == path:
-            return frozenset(found)
-        path = above
+    path = Path(os.path.realpath(folder))
+    return frozenset(identity_of(str(each)) for each in (path, *path.parents))
 
 
 def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:

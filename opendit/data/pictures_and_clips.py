@@ -277,8 +277,9 @@ def find_pictures(folder: str) -> PictureFolder:
         path, others[name] = os.path.join(folder, name), Ignored()
         pictures[name] = list(files_below(path, suffixes, others[name], above=above))
         ignored.add(others[name])
-        if _leads_up(path, above):  # already listed in ``ignored``
-            del pictures[name]
+        with suppress(OSError):
+            if identity_of(path) in above:  # already listed in ``ignored``
+                del pictures[name]
     if any(pictures.values()):
         _check_classes(folder, pictures, others)
         ignored.outside = len(loose)
@@ -295,13 +296,6 @@ def find_pictures(folder: str) -> PictureFolder:
         )
     paths = [os.path.join(folder, name) for name in loose]
     return PictureFolder([_class_name(os.path.basename(os.path.abspath(folder)))], paths, [0] * len(paths), ignored)
-
-
-def _leads_up(path: str, above: frozenset[Any]) -> bool:
-    try:
-        return identity_of(path) in above
-    except OSError:
-        return False
 
 
 def _class_name(name: str) -> str:
@@ -338,39 +332,43 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
         )
 
 
-def _try_some(count: int, most: int, why_not: Callable[[int], str | None]) -> tuple[list[int], dict[int, str]]:
-    """Call ``why_not`` for up to ``most`` of ``count`` rows, evenly spaced. Return (tried rows, row -> reason)."""
+def _try_some(count: int, most: int, read: Callable[[int], object]) -> tuple[int, dict[int, str]]:
+    """Call ``read`` for up to ``most`` of ``count`` rows, evenly spaced. Return (number of tried rows, row ->
+    message of its BadSample)."""
     picture_suffixes()  # register Pillow's formats now, because the threads below would race
-    rows = spread(count, most)
-    found = in_threads(why_not, rows)
-    return rows, {row: why for row, why in zip(rows, found, strict=True) if why is not None}
+    rows, bad = spread(count, most), {}
+
+    def try_one(row: int) -> None:
+        try:
+            read(row)
+        except BadSample as error:
+            bad[row] = str(error)
+
+    in_threads(try_one, rows)
+    return len(rows), dict(sorted(bad.items()))
 
 
-def _why_no_picture(path: str) -> str | None:
-    try:
-        with opened_picture(path):  # reads only the header
-            return None
-    except BadSample as bad:
-        return str(bad)
+def _open_header(path: str) -> None:
+    with opened_picture(path):
+        pass
 
 
-def _why_missing(path: str) -> str | None:
-    return None if (why := problem(path)) is None else f"{printable(path)}: {why}"
+def _check_presence(path: str) -> None:
+    if (why := problem(path)) is not None:
+        raise BadSample(path, why)
 
 
-def check_files(
-    data_path: str, paths: Sequence[str], max_bad: float, why_not: Callable[[str], str | None], fix: str
-) -> None:
-    """Check up to ``CHECKED_FILES`` evenly spaced files. why_not: returns "path: reason" for a bad file.
+def check_files(data_path: str, paths: Sequence[str], max_bad: float, read: Callable[[str], object], fix: str) -> None:
+    """Check up to ``CHECKED_FILES`` evenly spaced files. read: raises BadSample for a bad file.
 
     Raises ValueError, naming a few bad files and the ``fix``, if more than the fraction ``max_bad`` is bad."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about large and odd files even if they are usable
-        rows, bad = _try_some(len(paths), CHECKED_FILES, lambda row: why_not(paths[row]))
-    if len(bad) > max_bad * len(rows):
-        share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
+        tried, bad = _try_some(len(paths), CHECKED_FILES, lambda row: read(paths[row]))
+    if len(bad) > max_bad * tried:
+        share = "none can be read" if len(bad) == tried else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
         shown = f"--data_path {printable(data_path)}"
-        raise ValueError(f"{shown}: of {len(rows):,} files checked {share} ({name_few([*bad.values()])}); {fix}")
+        raise ValueError(f"{shown}: of {tried:,} files checked {share} ({name_few([*bad.values()])}); {fix}")
 
 
 class MediaFiles(PicturesAndClips):
@@ -423,7 +421,7 @@ class FolderDataset(MediaFiles):
     def __init__(self, folder: str, image_size: int, *, random_flip: bool | None = None, **options: Any):
         super().__init__(image_size, random_flip=random_flip is None or random_flip, **options)
         self.class_names, paths, labels, self.ignored = find_pictures(folder)
-        check_files(folder, paths, self.max_bad, _why_no_picture, "remove or repair them")
+        check_files(folder, paths, self.max_bad, _open_header, "remove or repair them")
         self.folder, self.paths, self.labels = folder, TextTable.of(paths), np.array(labels, dtype=np.int64)
 
     def read(self, row: int, view: View = PLAIN) -> Item:
@@ -473,16 +471,14 @@ class CaptionedDataset(MediaFiles):
         if found is not None:
             used, unreadable = _readable(used, self.path)
             self.notes, self.captions_of = (*found.lines(), *unreadable), f" ({found.shown_sources()})"
-        self.paths, self.texts = (
-            TextTable.of([str(row.path) for row, _ in used]),
-            TextTable.of([row.text for row, _ in used]),
-        )
+        self.paths = TextTable.of([str(row.path) for row, _ in used])
+        self.texts = TextTable.of([row.text for row, _ in used])
         self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
         sizes = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
         self.column_sizes = np.array(sizes, dtype=np.int32)  # from the table's columns height, width and num_frames
         if found is None:
             fix = "remove or restore them; paths are relative to the table's folder, $HOME and \\ are not replaced"
-            check_files(self.path, self.paths, self.max_bad, _why_missing, fix)
+            check_files(self.path, self.paths, self.max_bad, _check_presence, fix)
 
     def read(self, row: int, view: View = PLAIN) -> Item:
         return super().read(row, view)._replace(text=self.texts[row])
@@ -531,25 +527,20 @@ def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[
     Up to 2,000 evenly spaced files are tried, or 200 if there are clips. With at most 100 rows, pictures are decoded.
     Otherwise only sizes are read. Raises ValueError if all tried files are unreadable."""
 
-    def why_not(at: int) -> str | None:
+    def read(at: int) -> None:
         row, is_picture = rows[at]
         name = str(row.path)
         whole = is_picture and len(rows) <= DECODED_FILES
-        work = partial(read_picture, name) if whole else partial(file_size, name, is_picture)
-        try:
-            retried_disk(name, work)
-        except BadSample as bad:
-            return str(bad)
-        return None
+        retried_disk(name, partial(read_picture, name) if whole else partial(file_size, name, is_picture))
 
     most = CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS
-    tried, bad = _try_some(len(rows), most, why_not)
-    if len(bad) == len(tried):
+    tried, bad = _try_some(len(rows), most, read)
+    if len(bad) == tried:
         raise ValueError(
-            f"--data_path {printable(path)}: none of {len(tried):,} files can be read ({name_few([*bad.values()])}); "
+            f"--data_path {printable(path)}: none of {tried:,} files can be read ({name_few([*bad.values()])}); "
             "repair or remove them"
         )
-    among = "" if len(tried) == len(rows) else f" among {len(tried):,} that were tried"
+    among = "" if tried == len(rows) else f" among {tried:,} that were tried"
     lines = [f"left out {len(bad):,} files that can't be read{among}: {name_few([*bad.values()])}"] if bad else []
     return [row for at, row in enumerate(rows) if at not in bad], lines
 
