@@ -3,6 +3,7 @@
 ``make_demo`` writes captioned H.264 clips in which a digit moves in one of four directions."""
 
 import json
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,12 @@ def make_demo(
     settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
     known = folder / SETTINGS
     refuse_links(folder, [SETTINGS, TABLE, CLIPS], "--output")
-    if known.exists() and (found := _read_settings(known)) != settings:
+    found = None
+    if known.exists():
+        with suppress(ValueError):
+            found = json.loads(known.read_text())
+        found = found if isinstance(found, dict) else {}
+    if found not in (None, settings):
         changes = ", ".join(f"{k} {found.get(k)} there, {v} now" for k, v in settings.items() if found.get(k) != v)
         raise ValueError(
             f"--output {folder}: holds a demo of other settings ({changes}); pass another folder or delete {known} "
@@ -175,14 +181,6 @@ def make_demo(
             bar.update()
     write_csv(folder / TABLE, rows)
     return folder / TABLE
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def open_source(asked: Request) -> DigitsDataset:

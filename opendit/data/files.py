@@ -272,7 +272,7 @@ class Ignored:
         return f"ignored {', '.join(parts)}"
 
 
-_KINDS_OF_SUFFIXES = dict.fromkeys(CLIPS, "of clips, which need a CSV (python preprocess.py folder)")
+_KINDS_OF_SUFFIXES: dict[str, str] = dict.fromkeys(CLIPS, "of clips, which need a CSV (python preprocess.py folder)")
 _KINDS_OF_SUFFIXES |= dict.fromkeys((".eps", ".ps"), "of PostScript, which is a program and no picture")
 
 

@@ -101,7 +101,8 @@ class LatentDataset(ShardDataset):
     picture, (2C, t, h, w) for a clip.
 
     index: the index for one picture size. tars: the tars in ``index``, in order. empty_caption: the empty string's
-    embedding; None without an encoder. of_run: settings of the run, see ``_take``.
+    embedding; None without an encoder. random_flip: None means True if mirror images are stored. options: seed and
+    max_bad of ``PicturesAndClips``.
 
     Raises ValueError, beginning with ``name``, for clips with other settings, missing mirror images for
     ``random_flip``, or an index that contradicts the tars."""
@@ -117,40 +118,24 @@ class LatentDataset(ShardDataset):
         *,
         store: LocalTars | RemoteTars | None = None,
         empty_caption: Embedding | None = None,
-        seed: int = 0,
-        max_bad: float = 0.05,
-        **of_run: Any,
-    ):
-        pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
-        kept = [tar for tar, _ in pairs]
-        if store is None:
-            store = LocalTars([tar.path for tar in kept], [tar.index.header.tar_bytes for tar in kept])
-        names = index["class_names"]
-        super().__init__(name, kept, index["image_size"], store=store, class_names=names, seed=seed, max_bad=max_bad)
-        if self.conditioning != (told := index.get("conditioning", "label")):
-            words = {"text": "captions", "label": "classes"}
-            raise ValueError(
-                f"{name}: {INDEX} tells of {words[told]}, its tars have {words[self.conditioning]}; {REPAIR}"
-            )
-        self._take(index, name, **of_run)
-        self.random_window, self.use_video = False, of_run.get("use_video", False)
-        self.empty_caption = empty_caption
-        self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
-        self._latent_shapes = [shard.get("latent_shape") for _, shard in pairs]
-
-    def _take(
-        self,
-        index: dict[str, Any],
-        name: str,
-        *,
         random_flip: bool | None = None,
         use_video: bool = False,
         num_frames: int = 16,
         frame_interval: int = 1,
         fps: float | None = None,
-    ) -> None:
-        """Set the attributes that the index determines. random_flip: None means True if mirror images are stored.
-        Raises ValueError if the index contradicts the run's settings."""
+        **options: Any,
+    ):
+        pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
+        kept, names = [tar for tar, _ in pairs], index["class_names"]
+        super().__init__(name, kept, index["image_size"], store=store, class_names=names, **options)
+        if self.conditioning != (told := index.get("conditioning", "label")):
+            words = {"text": "captions", "label": "classes"}
+            raise ValueError(
+                f"{name}: {INDEX} tells of {words[told]}, its tars have {words[self.conditioning]}; {REPAIR}"
+            )
+        self.random_window, self.use_video, self.empty_caption = False, use_video, empty_caption
+        self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
+        self._latent_shapes = [shard.get("latent_shape") for _, shard in pairs]
         made = index.get("video")
         if use_video != (made is not None):
             what = (
@@ -235,7 +220,13 @@ class LatentDataset(ShardDataset):
         return self._labelled(row, Item(moments, embedding=embedding, features=features, first=first))
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        return self._shown(self.read(row).x)
+        """Return the original size as a Medium, and the latents as frames in false colours."""
+        moments, video, along = self.read(row).x, self.index.get("video"), 1
+        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first latent frame encodes a single frame
+            along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
+        size = self.index["image_size"]
+        height, width = (side * size // self.sample_shape[-1] for side in moments.shape[-2:])
+        return Medium(along, height, width), of_moments(moments)[1]
 
     def shapes(self) -> Shapes:
         rates = [self.index["data_fps"]] if "data_fps" in self.index else []
@@ -305,14 +296,6 @@ class LatentDataset(ShardDataset):
             f"captions: {found['cut']:,} {among} were cut to {most} when they were embedded; the longest had "
             f"{found['longest']:,}",
         )
-
-    def _shown(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
-        """Return the original size as a Medium, and the latents as frames in false colours."""
-        video, size, along = self.index.get("video"), self.index["image_size"], 1
-        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first latent frame encodes a single frame
-            along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
-        height, width = (side * size // self.sample_shape[-1] for side in moments.shape[-2:])
-        return Medium(along, height, width), of_moments(moments)[1]
 
     def describe(self) -> Description:
         of_tars = zip(self.shards, self._keys, self._latent_shapes, strict=True)

@@ -168,12 +168,14 @@ def make_latents(
     make_folder(output)
     refuse_links(output, [INDEX, LOCK, EMPTY, *all_names], "--output")
     kept = complete_tars(output, settings)
-    before = _take_index(output, settings, world_size, rank)
+    before: list[Any] = [take_index(output, settings) if rank == 0 else {}]
+    if world_size > 1:
+        dist.broadcast_object_list(before, src=0, group=dist.group.WORLD)
     mine = {shard: plan[shard] for shard in range(rank, len(plan), world_size)}
     # Hash every complete shard once. If a hash is not the index's, encode the shard again.
     names = {shard: all_names[shard] for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
-    checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
+    checksums = {name: found for name, found in checksums.items() if before[0].get(name, found) == found}
     todo = {
         shard: [part[first : first + batch_size] for first in range(0, len(part), batch_size)]
         for shard, part in mine.items()
@@ -208,16 +210,6 @@ def make_latents(
             index["checksums"] = {EMPTY: write_empty_caption(output, encoder)}
         put_index(output, settings, index)
     return index
-
-
-def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: int) -> dict[str, str]:
-    """Call ``take_index`` on rank 0, and return the result on all ranks. All ranks must call this function."""
-    found: list[Any] = [{}]
-    if rank == 0:
-        found[0] = take_index(output, settings)
-    if world_size > 1:
-        dist.broadcast_object_list(found, src=0, group=dist.group.WORLD)
-    return found[0]
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:

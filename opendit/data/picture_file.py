@@ -161,11 +161,8 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
     left, top = max(0, math.floor(box[0]) - margin), max(0, math.floor(box[1]) - margin)
     right, bottom = (math.ceil(end) + margin for end in box[2:])
     image = image.crop((left, top, min(right, image.width), min(bottom, image.height)))
-    # Resize along the width first, like Pillow.
-    across = (box[0] - left, 0, box[2] - left, image.height)
-    image = image.resize((size, image.height), resample=Image.Resampling.BICUBIC, box=across)
-    down = (0, box[1] - top, size, box[3] - top)
-    return image.resize((size, size), resample=Image.Resampling.BICUBIC, box=down)
+    box = (box[0] - left, box[1] - top, box[2] - left, box[3] - top)
+    return image.resize((size, size), resample=Image.Resampling.BICUBIC, box=box)
 
 
 class PictureFile(io.BufferedReader):
