@@ -478,7 +478,8 @@ def candidates(search: Search, float8: bool) -> Iterator[dict[str, Any]]:
     public, stored = isinstance(search.config, PublicConfig), [("bf16", flags.offload)]
     # only levels with a memory estimate
     known = ("none", BUT_ATTENTION) if public else RECOMPUTE
-    levels = [(level, False) for level in options("recompute", known)] + [("none", True)]
+    levels = [(level, False) for level in options("recompute", known)]
+    levels += [("none", True)] if "none" in options("recompute", known) else []
     if public:
         asked = [name in flags.given for name in ("base_precision", "offload")]
         given = flags.base_precision, flags.offload
