@@ -54,6 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when
 
 import opendit
 from benchmarks.results import add_flags, commit, record
+from opendit.checkpoint.ema import reconstruct
 from opendit.checkpoint.run_folders import run_folders
 from opendit.common.utils import hash_parts
 from opendit.config.command_line import parse
@@ -93,6 +94,7 @@ ROWS |= {
 }
 ROWS |= {
     "muon": "--optimizer muon",
+    "power": f"{SPRINT} --average power:0.05,0.10",  # measure it with --widths
     "meanflow": "--objective meanflow --no_enable_cuda_graph",  # measure it with --steps 1 and 2
     "meanflow_guided": "--objective meanflow --meanflow_guidance 1.5 --no_enable_cuda_graph",
 }
@@ -487,6 +489,8 @@ def flags_of(args: argparse.Namespace, own: str, seed: int) -> list[str]:
             values = last[word.replace("--no_", "--").partition("=")[0]] = [word]
         else:
             values.append(word)
+    if "--average" in last:  # takes the place of --ema_decay
+        del last["--ema_decay"]
     return [word for values in last.values() for word in values]
 
 
@@ -515,11 +519,12 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
             | {"evaluation_s": time.perf_counter() - began}
         )
         print(f"{name} (seed {seed}): {points[-1]}", flush=True)
-    also = {}
-    for steps in args.also:
-        drawn = draw(checkpoint, labels, steps, args)
-        also[steps] = metric(drawn, labels)
-        print(f"{name} (seed {seed}): {steps} steps: {also[steps]}", flush=True)
+    also: dict[str, dict[str, float]] = {}
+    others = [(f"{steps} steps", checkpoint, steps) for steps in args.also]
+    others += [(f"width {width:g}", reconstruct(checkpoint, width), args.steps) for width in args.widths]
+    for what, weights, steps in others:
+        also[what] = metric(draw(weights, labels, steps, args), labels)
+        print(f"{name} (seed {seed}): {what}: {also[what]}", flush=True)
     shutil.rmtree(folder / "checkpoints")  # each takes half a GiB
     image = Image.fromarray(pixels[:100].reshape(-1, 10, SIDE, SIDE, 3).swapaxes(1, 2).reshape(-1, 10 * SIDE, 3))
     image.save(args.outputs / f"{name}-{seed}.png")
@@ -534,7 +539,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
         "guidance_by": args.guidance_by,
         "samples": args.samples,
         "points": points,
-        "by_steps": also,
+        "also": also,
     }
     (args.outputs / f"{name}-{seed}.json").write_text(json.dumps(of_run, indent=1) + "\n")
 
@@ -547,9 +552,9 @@ def chosen(checkpoints: Path, count: int) -> list[Path]:
     return [found[at] for at in sorted({int(np.abs(steps - step).argmin()) for step in wanted})]
 
 
-def draw(checkpoint: Path, labels: np.ndarray, steps: int, args: argparse.Namespace) -> np.ndarray:
-    """Return samples of the averaged weights, uint8 (N, 32, 32, 3). Larger ones are scaled down."""
-    pipe = opendit.load(checkpoint)
+def draw(weights: Path, labels: np.ndarray, steps: int, args: argparse.Namespace) -> np.ndarray:
+    """Return samples of a checkpoint's averaged weights, uint8 (N, 32, 32, 3). Larger ones are scaled down."""
+    pipe = opendit.load(weights)
     how = {"steps": steps, "guidance": args.guidance, "guidance_by": args.guidance_by}
     drawn = pipe(labels.tolist(), **how, seed=0, batch_size=min(BATCH, args.samples), progress=False)
     return np.stack(
@@ -722,6 +727,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--points", type=int, default=3, help="moments of a run that are measured, equally far apart")
     parser.add_argument("--steps", type=int, default=50, help="of the sampler")
     parser.add_argument("--also", type=int, nargs="+", default=[], help="more numbers of steps, at the end of a run")
+    parser.add_argument("--widths", type=float, nargs="+", default=[], help="also of these power averages")
     parser.add_argument("--guidance", type=float, default=1.0, help="1: none")
     parser.add_argument("--guidance_by", default="null", help="as of sample.py: null, route or FIRST:LAST:SHARE")
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
