@@ -59,7 +59,7 @@ def run(command: str, options: dict) -> None:
     elif command == "index":
         from opendit.data.shards import program
 
-        program.index_folder(**options)
+        program.make_indexes(**options)
     else:
         from opendit.data import make_latents
 

@@ -43,6 +43,7 @@ from opendit.data.shards.index import (
     write_index,
 )
 from opendit.data.shards.store import FOLDER, FileCache, expand
+from opendit.data.sources import NoSplit
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
@@ -138,7 +139,7 @@ def _split(
     chosen = next((name for name in splits if parts.get(name)), None)
     if chosen is None:
         there = ", ".join(printable(name[:60]) for name, tars in list(parts.items())[:20] if tars) or "none"
-        raise NoSuchSplit(f"{shown}: has no split {' or '.join(splits)} in {path}; it has {there}")
+        raise NoSplit(f"{shown}: has no split {' or '.join(splits)} in {path}; it has {there}")
     try:
         left_out = set(expand(excluded))
         names = expand(parts[chosen])
@@ -161,10 +162,6 @@ def _split(
             if (tar := name[: slash.start()]) in counts:
                 samples.add((tar, name[slash.end() :]))
     return names, frozenset(samples)
-
-
-class NoSuchSplit(ValueError):
-    """Raised if a folder or a metadataset has no requested split."""
 
 
 def _are_names(value: Any) -> bool:

@@ -16,7 +16,6 @@ from opendit.data.blend import BlendedDataset
 from opendit.data.energon import (
     COOKER,
     CookedDataset,
-    NoSuchSplit,
     PreparedSet,
     is_prepared,
     load_cooker,
@@ -91,7 +90,7 @@ def is_metadataset(content: Any) -> bool:
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
     """Read the first of ``splits`` that a metadataset has. Return (meaning of ``Leaf.share``, leaves). Raises OSError,
-    or ValueError beginning with ``shown`` (NoSuchSplit if no split exists)."""
+    or ValueError beginning with ``shown`` (NoSplit if no split exists)."""
     return _Reader(shown).file(path, splits)
 
 
@@ -127,7 +126,7 @@ class _Reader:
         chosen = next((name for name in splits if name in content["splits"]), None)
         if chosen is None:
             there = ", ".join(printable(name[:60]) for name in list(content["splits"])[:20]) or "none"
-            raise NoSuchSplit(f"{where} has no split {' or '.join(splits)}; it has {there}")
+            raise NoSplit(f"{where} has no split {' or '.join(splits)}; it has {there}")
         node = content["splits"][chosen]
         where = f"{where}, split {chosen}"
         require(isinstance(node, dict), where, "must be {path: ...}, {blend: [...]} or {datasets: [...]}")
@@ -258,20 +257,15 @@ _SPLITS = {"train": ("train",), "test": ("val", "test")}  # ``Request.split`` ->
 
 
 def open_source(asked: Request) -> MediaDataset | None:
-    try:
-        if asked.located.is_dir():
-            if not is_prepared(asked.located):
-                return None
-            kind, leaves = ALONE, [Leaf(asked.located, "")]
-        elif asked.located.suffix.lower() in (".yaml", ".yml") and is_metadataset(
-            read_yaml(asked.located, asked.shown)
-        ):
-            kind, leaves = read_metadataset(asked.located, _SPLITS[asked.split], asked.shown)
-        else:
+    if asked.located.is_dir():
+        if not is_prepared(asked.located):
             return None
-        parts = [_open_leaf(replace(asked, path=leaf.folder), leaf) for leaf in leaves]
-    except NoSuchSplit as error:
-        raise (ValueError if asked.split == "train" else NoSplit)(str(error)) from error
+        kind, leaves = ALONE, [Leaf(asked.located, "")]
+    elif asked.located.suffix.lower() in (".yaml", ".yml") and is_metadataset(read_yaml(asked.located, asked.shown)):
+        kind, leaves = read_metadataset(asked.located, _SPLITS[asked.split], asked.shown)
+    else:
+        return None
+    parts = [_open_leaf(replace(asked, path=leaf.folder), leaf) for leaf in leaves]
     if len(parts) == 1:
         return parts[0]
     shares, names = [leaf.share for leaf in leaves], _names(leaves, asked.located)

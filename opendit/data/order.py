@@ -372,13 +372,13 @@ class BatchSchedule:
     def rows_between(self, start: int, stop: int) -> np.ndarray:
         """Return the rows of samples ``start`` to ``stop`` - 1, counted from the start of the run, int64. Only for
         schedules with one sample per unit."""
-        places = np.arange(start, stop)
-        return rows_of([Pool(self.dataset_size, POOLS, np.asarray)], np.zeros_like(places), places, self.seed)
+        return self.passes_between(start, stop)[0]
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (:meth:`rows_between`, each row's source, number of the pass over this source, from 0), int64."""
-        places = np.arange(start, stop)
-        return self.rows_between(start, stop), np.zeros_like(places), places // self.dataset_size
+        places, sources = np.arange(start, stop), np.zeros(stop - start, dtype=np.int64)
+        rows = rows_of([Pool(self.dataset_size, POOLS, np.asarray)], sources, places, self.seed)
+        return rows, sources, places // self.dataset_size
 
     def _of_step(self, step: int) -> StepRows:
         if step not in self._computed[0]:
@@ -451,7 +451,7 @@ class BucketSchedule(BatchSchedule):
     def epoch(self, step: int) -> int:
         return self._parts.block(step * self._micro_batches)
 
-    def rows_between(self, start: int, stop: int) -> np.ndarray:
+    def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         raise TypeError("a bucket's samples come by its parts")
 
     def _steps(self, steps: range) -> list[StepRows]:
@@ -637,9 +637,6 @@ class BlendSchedule(BatchSchedule):
         parts = self._parts.counts(step * self._cut)
         of_shapes = zip(self._mixtures, parts.tolist(), self._part, strict=True)
         return cast(np.ndarray, sum(mixture.counts(count * part) for mixture, count, part in of_shapes))
-
-    def rows_between(self, start: int, stop: int) -> np.ndarray:
-        return rows_of(self._pools, *self._of_shape(0, start, stop), self.seed)
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Implement ``BatchSchedule.passes_between`` for samples of one shape."""

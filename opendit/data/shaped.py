@@ -316,10 +316,11 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str,
     """Return a ShapedDataset of cached latents at their stored shapes. token: a token's size, with sides in latents
     instead of pixels. beside: tokens for the caption, included in ``most``. Raises ValueError, naming ``flag``, for too
     many tokens, or for latents that the model's patch does not divide."""
-    ends, sizes = zip(*_latent_sizes(dataset), strict=True)
+    order = dataset.shapes()
+    known = order.latents() if order.latents else [(len(dataset), (1, *dataset.describe().sample_shape[1:])[-3:])]
+    ends, sizes = zip(*known, strict=True)
     counts = np.diff(ends, prepend=0)
     # Number the shapes by their keys, as for media, so that batches of latents and of media match.
-    order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):
         if count:
@@ -349,14 +350,6 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str,
         return hash_parts("shapes of latents", fingerprint.identity, *known)
 
     return _shaped(dataset, find, shapes, tokens, name)
-
-
-def _latent_sizes(dataset: MediaDataset) -> list[tuple[int, Size]]:
-    sizes = dataset.shapes().latents
-    if sizes is not None:
-        return sizes()
-    frames, height, width = (1, *dataset.describe().sample_shape[1:])[-3:]
-    return [(len(dataset), (frames, height, width))]
 
 
 def _shown(shape: np.ndarray) -> str:

@@ -36,7 +36,7 @@ from opendit.data.row_arrays import Complement
 
 
 class NoSplit(ValueError):
-    """Raised if a split of a source without splits is requested."""
+    """Raised if a source lacks the requested split."""
 
 
 @dataclass(frozen=True)

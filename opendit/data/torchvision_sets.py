@@ -122,8 +122,11 @@ class ArrayDataset(MediaDataset):
         return Description(text=f"{self.name}: {what}", **{name: getattr(self, name) for name in names})
 
 
-def open_known(known: KnownSet, folder: Path, image_size: int, *, split: str, **options: Any) -> ArrayDataset:
-    """Read a split of a data set. options: of :class:`ArrayDataset`. Raises ValueError, with the flag and the fix."""
+def open_source(asked: Request) -> ArrayDataset | None:
+    match = find_known(asked.located) if asked.located.is_dir() and not asked.use_video else None
+    if match is None:
+        return None
+    (known, folder), split = match, asked.split
     if split not in ("train", "test"):
         raise ValueError(f"{known.name} has the splits train and test, not {split!r}")
     try:
@@ -137,15 +140,14 @@ def open_known(known: KnownSet, folder: Path, image_size: int, *, split: str, **
         found = f"labels from {labels.min()} to {labels.max()} of {len(class_names)} classes"
     if found:
         raise ValueError(f"--data_path {folder}: {known.name} is damaged: {found}; download it again")
-    name = f"{known.name} ({split}) in {folder}"
-    return ArrayDataset(name, np.ascontiguousarray(images), labels, class_names, image_size, **options)
-
-
-def open_source(asked: Request) -> ArrayDataset | None:
-    found = find_known(asked.located) if asked.located.is_dir() and not asked.use_video else None
-    if found is None:
-        return None
-    known, folder = found
     flip = known.flip if asked.random_flip is None else asked.random_flip
-    options = {"seed": asked.seed, "random_crop": asked.random_crop, "random_flip": flip}
-    return open_known(known, folder, asked.image_size, split=asked.split, **options)
+    return ArrayDataset(
+        f"{known.name} ({split}) in {folder}",
+        np.ascontiguousarray(images),
+        labels,
+        class_names,
+        asked.image_size,
+        seed=asked.seed,
+        random_flip=flip,
+        random_crop=asked.random_crop,
+    )

@@ -144,21 +144,22 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh) 
 def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Features:
     """Draw samples from a checkpoint and return their features. All ranks must call this."""
     layout = extractor.layout(pixel_shape(sampling))
-    drawn = drawn_by(settings_of(sampling))
+    settings = drawn_by(settings_of(sampling))
     size, count = sampling.flags.batch_size, len(sampling.choices)
-    store = _Store(output, {**drawn, **extractor.settings()}, count, size, layout, sampling.mesh)
+    store = _Store(output, {**settings, **extractor.settings()}, count, size, layout, sampling.mesh)
 
     def fill(sink: "Sink") -> None:
-        finite = _FiniteLatents()
+        drawn: list[tuple[Tensor, Tensor]] = []  # (index, finite) of the last batch
         with replica_batches(sampling, store.parts, store.missing, sink.deliver, sink.flush) as batches:
             for batch in batches:
                 index = torch.arange(batch.start, batch.stop)
                 y, frames = sampling.conditions_of(index)
                 seed = sampling.flags.seed
                 latents = sampling.engine.sample(y, sampling.null, index, seed, conditioning_frames=frames)
-                finite.look(index, latents)
+                _check_finite(drawn)
+                drawn = [(index, latents.flatten(1).isfinite().all(dim=1))]
                 batches.decode(index, latents)
-        finite.check()
+        _check_finite(drawn)
 
     return store.run(extractor, fill)
 
@@ -168,24 +169,12 @@ def drawn_by(settings: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
-class _FiniteLatents:
-    """Raises ValueError for latents that are not finite, because uint8 pixels would hide a NaN. Each batch is checked
-    after the next one is launched, so that the device does not wait for the host."""
-
-    def __init__(self):
-        self._waiting: deque[tuple[Tensor, Tensor]] = deque()
-
-    def look(self, index: Tensor, latents: Tensor) -> None:
-        self._waiting.append((index, latents.flatten(1).isfinite().all(dim=1)))
-        self.check(waiting=1)
-
-    def check(self, waiting: int = 0) -> None:
-        """Check all batches except the last ``waiting`` ones."""
-        while len(self._waiting) > waiting:
-            index, finite = self._waiting.popleft()
-            bad = index[~finite.cpu()]
-            if len(bad):
-                raise ValueError(f"sample {int(bad[0]):,} is not finite: the model gives NaN or infinity for it")
+def _check_finite(drawn: list[tuple[Tensor, Tensor]]) -> None:
+    """Raise ValueError for a sample whose latents are not finite, because uint8 pixels would hide a NaN. Called after
+    the next batch is launched, so that the device does not wait for the host."""
+    for index, finite in drawn:
+        if len(bad := index[~finite.cpu()]):
+            raise ValueError(f"sample {int(bad[0]):,} is not finite: the model gives NaN or infinity for it")
 
 
 def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iterator[tuple[range, np.ndarray]]:

@@ -213,8 +213,6 @@ def _drawn(path: Path) -> list[str]:
 
 def _table(path: Path, options: MediaOptions) -> Media:
     rows = read_table(path)
-    if not rows:
-        raise ValueError(f"{printable(path)} holds no row")
     files, clips = [str(row.path) for row in rows], [not row.is_picture for row in rows]
     return _files(path.name, files, clips, [row.text for row in rows], options)
 

@@ -231,20 +231,22 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     print(f"{len(entries):,} samples in {count_tars(len(jobs))}: train with --data_path {printable(output)}")
 
 
-def index_folder(
-    root: str, *, latents: str | None, energon_cooker: str | None, num_workers: int, force: bool, **of_latents: Any
+def make_indexes(
+    root: str,
+    *,
+    latents: str | None = None,
+    num_workers: int = 4,
+    energon_cooker: str | None = None,
+    force: bool = False,
+    **of_latents: Any,
 ) -> None:
-    """Run ``preprocess.py index`` with its flags as arguments. of_latents: further arguments of ``index_latents``."""
-    if latents is None:
-        return make_indexes(root, num_workers=num_workers, energon_cooker=energon_cooker, force=force)
-    return index_latents(root, latents, num_workers=num_workers, force=force, **of_latents)
-
-
-def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
-    """Index a tar, or a folder's tars with missing or outdated indexes. force: index all tars.
+    """Run ``preprocess.py index`` with its flags as arguments: index a tar, or a folder's tars with missing or outdated
+    indexes. force: index all tars. latents, of_latents: arguments of :func:`index_latents`.
 
     In a folder from Energon, the tars of all splits are indexed, with the folder's field map or with a cooker
     (``module:function``). Raises ValueError, OSError or DataError. Indexes written before the error remain."""
+    if latents is not None:
+        return index_latents(root, latents, num_workers=num_workers, force=force, **of_latents)
     path, fields, plan, counts = Path(root), None, "", []
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if is_prepared(path):
