@@ -10,7 +10,8 @@ run=(train.py)
 
 if [ $# -gt 0 ] && [ "$*" != "--load latest" ]; then
   if [ "$GPUS" -gt 0 ]; then
-    run+=(--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel)
+    run+=(--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel
+      --enable_cuda_graph)
   fi
   exec python scripts/launch.py "$NPROC" "${run[@]}" "$@"
 fi

@@ -95,8 +95,8 @@ ROWS |= {
 ROWS |= {
     "muon": "--optimizer muon",
     "power": f"{SPRINT} --average power:0.05,0.10",  # measure it with --widths
-    "meanflow": "--objective meanflow --no_enable_cuda_graph",  # measure it with --steps 1 and 2
-    "meanflow_guided": "--objective meanflow --meanflow_guidance 1.5 --no_enable_cuda_graph",
+    "meanflow": "--objective meanflow",  # measure it with --steps 1 and 2
+    "meanflow_guided": "--objective meanflow --meanflow_guidance 1.5",
 }
 PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values per token of width 384; measured at 32 px
 ROWS |= {

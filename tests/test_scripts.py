@@ -52,7 +52,7 @@ def test_arguments_go_to_the_program_on_all_gpus(script, gpus, tmp_path):
     assert run[:3] == ["python", "scripts/launch.py", str(gpus or 2)]
     assert run[3] == ("train.py" if "train" in script else "sample.py")
     assert run[-len(FLAGS) :] == FLAGS
-    speed = SPEED + ["--enable_cuda_graph"] * (script == "train_video.sh")  # for the small batches of clips
+    speed = SPEED + ["--enable_cuda_graph"] * script.startswith("train")
     assert run[4 : -len(FLAGS)] == ["--use_video"] * ("video" in script) + speed * (gpus > 0)
 
 

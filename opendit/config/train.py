@@ -377,7 +377,6 @@ class TrainConfig(
             f"--plugin {self.plugin}, with which no process has all weights for the target": (
                 self.plugin in ("gemini", "fsdp")
             ),
-            "--enable_cuda_graph, because a step's number of intervals is drawn": self.enable_cuda_graph,
             "--compile, which has no forward-mode derivatives": self.compile,
             "--route, because the target is made of all tokens": self.token_route is not None,
             "--repa, whose term has not been tried beside it": self.repa is not None,

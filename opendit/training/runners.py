@@ -309,6 +309,8 @@ def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False
     why_not = "--enable_cuda_graph is off"
     if graph and packs:
         why_not = "every pack has other segments (--pack_tokens), and a graph can replay but one"
+    elif graph and eager.objective.asks_network:
+        why_not = "--objective meanflow draws the number of a step's intervals"
     elif graph:
         why_not = (
             engine.no_graph or engine.module.no_graph if engine.mesh.device.type == "cuda" else "it needs a CUDA GPU"

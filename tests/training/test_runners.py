@@ -12,6 +12,7 @@ import torch
 import opendit
 import train as train_program
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
+from opendit.diffusion.objectives.meanflow import MeanFlowObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextCondition, TextConfig
@@ -185,13 +186,14 @@ def test_a_recording_that_fails_is_said_once_and_training_goes_on():
 def why_off(mesh, plugin):
     engine = build_engine(DiT(LABELS), mesh, plugin=plugin, precision="bf16")
     notes = [build_runner(EagerPasses(engine, DDPMObjective()), graph=graph).note for graph in (True, False)]
-    return *notes, engine.no_graph
+    return *notes, build_runner(EagerPasses(engine, MeanFlowObjective()), graph=True).note, engine.no_graph
 
 
 @pytest.mark.parametrize("plugin", ("zero2", "ddp", "gemini"))
 def test_the_note_says_why_there_is_no_graph(plugin):
-    ((note, not_asked, reason),) = run_ranks(1, why_off, plugin)
+    ((note, not_asked, of_meanflow, reason),) = run_ranks(1, why_off, plugin)
     assert note == "off: it needs a CUDA GPU" and (plugin in reason) == (plugin != "zero2")
+    assert of_meanflow == "off: --objective meanflow draws the number of a step's intervals"
     assert not_asked == "off: --enable_cuda_graph is off"
 
 

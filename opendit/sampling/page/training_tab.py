@@ -35,7 +35,7 @@ VAES = (AS_RECIPE, "none", "ema", "mse")
 PICTURE_MODELS = (AS_RECIPE, "DiT-Ti/2", "DiT-S/2", "DiT-B/2", "DiT-L/2", "DiT-XL/2")
 TABLES = (".csv", ".jsonl", ".parquet")
 SPEED_UPS = {"mixed_precision": "bf16", "enable_flashattn": True, "enable_layernorm_kernel": True}
-SPEED_UPS |= {"enable_modulate_kernel": True}
+SPEED_UPS |= {"enable_modulate_kernel": True, "enable_cuda_graph": True}
 MOST_CHOICES, MOST_ENTRIES, MOST_PATH = 200, 5_000, 1_000
 # Flags of the network and the latents. A run that starts from another run's weights copies them.
 KEPT = ("model", "vae", "image_size", "use_video", "num_frames", "frame_interval", "text_encoder", "max_text_tokens")
