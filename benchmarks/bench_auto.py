@@ -204,7 +204,7 @@ class Trials:
 def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCTS) -> tuple[str, list[Priced]]:
     """Return (flags of a pair, the best products according to auto, its choice first)."""
     words, samples = PAIRS[pair]
-    words += f" --global_batch_size {samples * gpus // 4}"
+    words += f" --global_batch_size {max(1, samples * gpus // 4)}"
     flags = parse(TrainConfig, [*words.split(), "--parallel", "auto", "--dry_run", str(gpus)])
     where = Circumstances(gpus, flags.node_size(gpus), USABLE * hardware.capacity, hardware)
     return words, choose(flags, data_of(flags, where), where, shown=count)[0]
@@ -284,7 +284,7 @@ def main(argv: list[str]) -> int | None:
         return train.main(argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true", help="predicted / measured of the steps in results.csv")
-    parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 4)
     parser.add_argument("--only", nargs="+", metavar="PAIR", choices=[*PAIRS], help="default: all")
     parser.add_argument("--hardware", help="as of train.py")
     parser.add_argument("--limit", type=float, default=120, help="seconds a run may take")
