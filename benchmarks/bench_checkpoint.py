@@ -26,6 +26,7 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
 from opendit.config.command_line import parse
+from opendit.config.parallel_sizes import ParallelDims, environment_world_size
 from opendit.config.train import TrainConfig
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.mesh import ControlGroup, Mesh, close_mesh, init_mesh
@@ -82,7 +83,8 @@ def main() -> None:
     parser.add_argument("--results", help="append to this CSV")
     args = parser.parse_args(own)
     flags = parse(TrainConfig, ["--data_path", "mock", *train])
-    mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size, replicate=flags.data_parallel_replicate)
+    sizes = dict(sp=flags.sequence_parallel_size, dp_replicate=flags.data_parallel_replicate)
+    mesh = init_mesh(dims=ParallelDims.fill(environment_world_size(), **sizes))
     made = tempfile.mkdtemp(dir=args.folder) if mesh.is_main else None
     folder = Path(mesh.broadcast_object(made))
     try:

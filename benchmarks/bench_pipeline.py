@@ -28,7 +28,7 @@ from benchmarks.bench_sequence import timed
 from benchmarks.results import append
 from opendit.config.components import SpeedFlags
 from opendit.config.names import PIPELINE_SCHEDULES
-from opendit.config.parallel_sizes import environment_world_size
+from opendit.config.parallel_sizes import ParallelDims, environment_world_size
 from opendit.diffusion.objectives import FlowObjective
 from opendit.kernels.select import select_kernels
 from opendit.models.variants import VDiTConfig
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=PIPELINE_SCHEDULES, default=list(PIPELINE_SCHEDULES))
     parser.add_argument("--results", help="append to this CSV")
     args = parser.parse_args()
-    mesh = init_mesh(pipeline_parallel=environment_world_size())
+    mesh = init_mesh(dims=ParallelDims(pp=environment_world_size()))
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     for schedule in args.schedules:
         step = Step(mesh, schedule, args, dtype)

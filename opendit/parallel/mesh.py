@@ -4,7 +4,6 @@ The module works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ..
 """
 
 import contextlib
-import datetime
 import logging
 import math
 import os
@@ -27,9 +26,6 @@ from opendit.config.parallel_sizes import (
     ParallelDims,
     Place,
     check_cfg_parallel,
-    check_expert_parallel_size,
-    check_pipeline_parallel_size,
-    check_replicate,
     check_sequence_parallel,
     check_tensor_parallel_size,
     find_place,
@@ -43,6 +39,7 @@ logger = logging.getLogger(__name__)
 # Computation waits for communication in these groups. So that messages do not queue behind gradients, these groups have
 # separate process groups, and high-priority streams on a GPU.
 PRIORITY = ("sp", "tp", "ep")
+TIMEOUT = timedelta(minutes=30)  # limit for a collective, after which the run fails
 
 
 @dataclass(frozen=True)
@@ -205,13 +202,9 @@ class Mesh:
 
 
 def init_mesh(
-    timeout_minutes: float = 30.0,
     *,
     sequence_parallel: int = 1,
     tensor_parallel: int = 1,
-    expert_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    replicate: int = 1,
     dims: ParallelDims | None = None,
     group_of_one: bool = True,
 ) -> Mesh:
@@ -220,10 +213,7 @@ def init_mesh(
     Args:
         sequence_parallel: number of ranks that divide a sequence's tokens.
         tensor_parallel: number of ranks that divide every layer.
-        expert_parallel: number of ranks that have different experts.
-        pipeline_parallel: number of ranks that divide the blocks.
-        replicate: number of copies of the sharded model.
-        dims: replaces all these sizes.
+        dims: replaces both sizes.
         group_of_one: True to make a process group for a single process, too. Engines need a process group.
 
     Raises ValueError if this machine has more processes than GPUs, if their number does not fit the sizes, or if the
@@ -231,16 +221,10 @@ def init_mesh(
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
-    check_sequence_parallel(sequence_parallel, world)
-    check_tensor_parallel_size(tensor_parallel, sequence_parallel, world)
-    check_pipeline_parallel_size(pipeline_parallel, sequence_parallel, tensor_parallel, world)
-    check_replicate(replicate, sequence_parallel * tensor_parallel * pipeline_parallel, world)
-    inner = sequence_parallel, tensor_parallel
-    check_expert_parallel_size(expert_parallel, *inner, replicate, world, pipeline_parallel)
-    sizes = dict(pp=pipeline_parallel, sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
-    # Tensor-parallel ranks divide experts like any other layer, without expert parallelism.
-    sizes["ep"] = expert_parallel if tensor_parallel == 1 else 1
-    dims = dims or ParallelDims.fill(world, **sizes)
+    if dims is None:
+        check_sequence_parallel(sequence_parallel, world)
+        check_tensor_parallel_size(tensor_parallel, sequence_parallel, world)
+        dims = ParallelDims.fill(world, sp=sequence_parallel, tp=tensor_parallel)
     dims.check(world)
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
@@ -258,7 +242,7 @@ def init_mesh(
             store=dist.PrefixStore("default", meet(place)),
             rank=rank,
             world_size=world,
-            timeout=datetime.timedelta(minutes=timeout_minutes),
+            timeout=TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
     return Mesh(rank, world, local, device).divided(dims)
@@ -410,7 +394,7 @@ class ControlGroup:
 
     def __init__(self, mesh: Mesh, patience_minutes: float = 60.0):
         self.mesh = mesh
-        timeout = datetime.timedelta(minutes=patience_minutes)
+        timeout = timedelta(minutes=patience_minutes)
         group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
         self._group = cast("dist.ProcessGroup | None", group)  # not None if there are several ranks
 

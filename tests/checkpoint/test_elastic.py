@@ -10,6 +10,7 @@ from torch import Tensor
 from opendit.checkpoint.ema import EMA, WARMUP
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.fsdp import Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
@@ -56,7 +57,7 @@ ELASTIC = {
 
 def built(mesh: Mesh, run: Run, **more) -> tuple[Mesh, Engine, EMA]:
     plugin, copies = ("fsdp", 2) if run.plugin == "hsdp" else (run.plugin, 1)
-    mesh = init_mesh(replicate=copies) if copies > 1 else mesh
+    mesh = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=copies)) if copies > 1 else mesh
     more["offload"] = {("fsdp", 2): "state", ("hsdp", 4): "average"}.get((run.plugin, run.world), "none")
     settings = dict(lr=LR, weight_decay=0.01, betas=BETAS, grad_clip=CLIP, sharding=Sharding(keep_gathered=False))
     engine = build_engine(build_model(), mesh, plugin=plugin, precision=run.precision, **settings, **more)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opendit.config.components import SpeedFlags
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
@@ -106,7 +107,7 @@ def on_two(mesh: Mesh) -> list[tuple]:
 
 
 def copies(mesh: Mesh) -> list[float]:
-    return curve(init_mesh(replicate=2), "fsdp", "fp32")[0]
+    return curve(init_mesh(dims=ParallelDims(dp_replicate=2)), "fsdp", "fp32")[0]
 
 
 def in_one_process(mesh: Mesh) -> dict[str, list[float]]:

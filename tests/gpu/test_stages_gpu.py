@@ -84,7 +84,7 @@ def every_model(mesh: Mesh) -> dict[str, tuple]:
     """Distances from one GPU in fp32: of two in fp32, of one in bf16, of two in bf16."""
     torch.set_float32_matmul_precision("highest")
     alone = Mesh(0, 1, mesh.local_rank, mesh.device, ParallelDims())
-    two, found = init_mesh(pipeline_parallel=2), {}
+    two, found = init_mesh(dims=ParallelDims(pp=2)), {}
     for number, (name, config) in enumerate(CONFIGS.items()):
         schedule = ("1f1b", "interleaved")[number % 2]
         whole = gradients(config, alone, "fp32")

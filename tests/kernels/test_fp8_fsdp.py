@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels import fp8
 from opendit.kernels.fp8 import Float8Weight
 from opendit.kernels.operations import FLOAT8, chosen
@@ -138,7 +139,8 @@ CASES = {  # (ranks, ranks that share a sequence, copies): model, sharding, step
 
 
 def both_ways(mesh: Mesh, sp: int, copies: int, cases: list) -> list[tuple]:
-    mesh = init_mesh(sequence_parallel=sp, replicate=copies) if sp * copies > 1 else mesh
+    if sp * copies > 1:
+        mesh = init_mesh(dims=ParallelDims.fill(mesh.world_size, sp=sp, dp_replicate=copies))
     return [
         tuple(trained(mesh, config, replace(how, gather_float8=way), *more) for way in (True, False))
         for config, how, *more in cases
@@ -170,7 +172,7 @@ class Layers(nn.Module):
 
 def gathered_alone(mesh: Mesh, replicate: int) -> list[tuple]:
     """(name, whether it is in float8, what it should be) of every gathered parameter, now and after a change."""
-    mesh = init_mesh(replicate=replicate)
+    mesh = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=replicate))
     torch.manual_seed(0)
     layers, found = Layers(), []
     whole = {name: p.detach().clone() for name, p in layers.named_parameters()}

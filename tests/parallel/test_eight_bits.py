@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels import eight_bit_moments
 from opendit.models.dit import DiT, DiTConfig
 from opendit.parallel.engines import build_engine
@@ -54,7 +55,7 @@ def all_trained(mesh, ways) -> list[tuple]:
     eight_bit_moments.LEAST = UNIT  # of a rank's part: parameters of this model are small
     found = []
     for plugin, copies, accumulation in ways:
-        own = init_mesh(replicate=copies) if copies > 1 else mesh
+        own = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=copies)) if copies > 1 else mesh
         settings = dict(lr=LR, weight_decay=DECAY, betas=BETAS, grad_clip=CLIP, sharding=FREED, eight_bits=True)
         engine = build_engine(
             build_model(), own, plugin=plugin, precision="fp32", grad_accumulation=accumulation, **settings

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.models.zoo import model_config
 from opendit.parallel.engines import MuonSettings, build_engine
 from opendit.parallel.mesh import init_mesh
@@ -129,7 +130,7 @@ WAYS = {  # plugin, copies of an fsdp model, micro-batches, precision
 def all_trained(mesh, ways) -> list[tuple]:
     found = []
     for plugin, copies, accumulation in ways:
-        own = init_mesh(replicate=copies) if copies > 1 else mesh
+        own = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=copies)) if copies > 1 else mesh
         settings = dict(lr=LR, weight_decay=DECAY, betas=BETAS, grad_clip=CLIP, sharding=FREED, muon=FP32)
         engine = build_engine(
             build_model(), own, plugin=plugin, precision="fp32", grad_accumulation=accumulation, **settings

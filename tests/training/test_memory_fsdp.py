@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from benchmarks.bench_public import SUBJECTS
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels.adamw_ema import BLOCK
 from opendit.kernels.operations import FLOAT8, chosen
 from opendit.kernels.tensor_table import BlockTable, Staged
@@ -62,7 +63,7 @@ def states_held(mesh: Mesh, cases: list[tuple]) -> list[tuple[dict[str, int], in
 
     found = []
     for replicate, precision, rank in cases:
-        here = init_mesh(replicate=replicate) if mesh.world_size > 1 else mesh
+        here = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=replicate))
         engine = engine_of(here, precision, Sharding(), rank=rank)
         ema = EMA(engine, [0.9, 0.99])
         with engine.micro_batch(last=True):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opendit.config.parallel_sizes import ParallelDims, environment_world_size
 from opendit.models.conditioning import TextCondition
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.zoo import empty_model
@@ -125,7 +126,8 @@ def trained(mesh: Mesh, case: Case) -> tuple:
 
 def meshes_of(cases: list[Case]) -> dict[tuple[int, int], Mesh]:
     sizes = sorted({(case.sp, case.replicate) for case in cases})
-    return {(sp, copies): init_mesh(sequence_parallel=sp, replicate=copies) for sp, copies in sizes}
+    world = environment_world_size()
+    return {key: init_mesh(dims=ParallelDims.fill(world, sp=key[0], dp_replicate=key[1])) for key in sizes}
 
 
 def all_trained(mesh: Mesh, cases: list[Case]) -> list[tuple]:
