@@ -90,22 +90,20 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds:
             yield data[start : start + _BLOCK]
 
 
-def open_mapped(path: Path, framework: str = "pt") -> safe_open:
+def open_mapped(path: Path) -> safe_open:
     """Call ``safe_open`` for any path, even one that is not UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return safe_open(
-                f"/proc/self/fd/{file}", framework=framework
-            )  # safe_open has mapped the file, so the descriptor can be closed
+            return safe_open(f"/proc/self/fd/{file}", framework="pt")  # mapped, so the descriptor can be closed
         finally:
             os.close(file)
-    return safe_open(path, framework=framework)
+    return safe_open(path, framework="pt")
 
 
-def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
+def open_safetensors(path: Path) -> safe_open:
     """Open a safetensors file. Raises ValueError with the path if the file is missing, damaged or not regular."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -118,7 +116,7 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
             raise ValueError(f"{path} is a web page, saved instead of the file; download the file again")
         if (length := int.from_bytes(start, "little")) > MOST_HEADER_BYTES:
             raise ValueError(f"{path} is not a readable safetensors file (a header of {length:,} bytes)")
-        return open_mapped(path, framework)
+        return open_mapped(path)
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: the file can't be mapped
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} is not a readable safetensors file ({reason}); take another one") from error

@@ -55,7 +55,7 @@ class FusedSteps:
     """The fused steps of one batch size.
 
     Args:
-        linear, guided: every step's weights, and True for every step with guidance.
+        linear, guided: every step's weights (see :func:`weights_of_steps`), and True for every step with guidance.
         state: the sampler's static state, with x as its first tensor. Every tensor is (B, C, ...) fp32, contiguous.
         step: (B,) int64, static: each sample's step, counted from the tables' first step.
     """
@@ -151,25 +151,17 @@ def numbers_of(step: StepWeights) -> list[float]:
     return numbers + list(step.variance or ())
 
 
-def fused_steps(
-    network: PreparedModel,
-    objective: Objective,
-    sampler: Sampler,
-    guided: list[bool],
-    state: tuple[Tensor, ...],
-    step: Tensor,
-    cfg_scale: float,
-    cfg_channels: int | None,
-) -> FusedSteps | None:
-    """Return the fused steps of ``sampler``; None if its update is no weighted sum, or has too many terms."""
+def weights_of_steps(objective: Objective, sampler: Sampler, tensors: int) -> list[StepWeights] | None:
+    """Return all steps' weights for the network's output; None if the kernels don't support the sampler's update,
+    because it is no weighted sum or has too many terms. tensors: number of tensors in the sampler's state."""
     stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
     found = [weights_of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
     if len(found) < len(stated):
         return None
     most = max(len(one.inputs) for one in found)
-    if len(state) > sampling_step.MOST_NEW or len(state) + most - 1 > sampling_step.MOST_OLD:
+    if tensors > sampling_step.MOST_NEW or tensors + most - 1 > sampling_step.MOST_OLD:
         return None
-    return FusedSteps(network, found, guided, state, step, cfg_scale, cfg_channels)
+    return found
 
 
 def weights_of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:

@@ -23,7 +23,7 @@ from opendit.kernels.recording import GraphRecorder, Recorder
 from opendit.models.conditioning import Condition, of_same_pictures
 from opendit.models.dit import DiT
 from opendit.sampling import approximate_steps
-from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
+from opendit.sampling.fused_steps import FusedSteps, can_fuse, weights_of_steps
 from opendit.sampling.prepared_model import PreparedModel
 
 TABLE_BYTES = 256 << 20  # enough for DiT-XL/2 with 12 guided samples and 50 steps, or 64 samples and 10 steps
@@ -355,11 +355,14 @@ class SamplingLoop:
             return None
         if isinstance(approximations.cache, FirstBlockCache) or not can_fuse(settings.model, settings.size):
             return None
+        linear = weights_of_steps(settings.objective, self.sampler, len(self.state))
+        if linear is None:
+            return None
         guided = [self.network.guided] * settings.steps
         if self.network.guided and settings.cfg_interval is not None:
             guided = [is_within(settings.cfg_interval, level) for level in levels]
-        parts = self.network, settings.objective, self.sampler, guided, self.state, self.step
-        return fused_steps(*parts, settings.cfg_scale, settings.cfg_channels)
+        parts = self.network, linear, guided, self.state, self.step
+        return FusedSteps(*parts, settings.cfg_scale, settings.cfg_channels)
 
     def begin(
         self,
