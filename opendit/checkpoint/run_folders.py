@@ -169,6 +169,18 @@ def newest_run(outputs: str, model: str | None = None, video: bool = False) -> P
     return next((run for run in runs if checkpoints_in(run)), None)
 
 
+def checkpoint_at(
+    ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
+) -> Path:
+    """Return ``ckpt`` as a path. "latest" is the newest run under ``outputs`` with a checkpoint: a run of ``model``, or
+    with ``video`` of any clip model. Raises ValueError if there is no such run."""
+    if str(ckpt) != "latest":
+        return Path(ckpt).expanduser()
+    if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
+        raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {outputs}; give a path")
+    return found
+
+
 def newest_checkpoint(run: Path) -> Path | None:
     """Return the checkpoint to resume from, perhaps damaged, or None."""
     for folder in checkpoints_in(run):

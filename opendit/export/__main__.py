@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+from opendit.checkpoint.run_folders import checkpoint_at
 from opendit.common.utils import read_size
 from opendit.config.architectures import canonical_name
 from opendit.config.checks import check_can_be_made, check_exists, check_output_file, check_vae, check_weights
@@ -56,7 +57,8 @@ def main(argv: list[str]) -> None:
     form = options["format"] or "diffusers"
     try:
         if ckpt == "latest":
-            ckpt = newest(options["outputs"])
+            ckpt = str(checkpoint_at(ckpt, options["outputs"]))
+            print(f"--ckpt latest: {ckpt}", flush=True)
         else:
             reject_unused(given, {"outputs": "does nothing without --ckpt latest"})
         check(to, ckpt, output, model, vae, given, base)
@@ -69,17 +71,6 @@ def main(argv: list[str]) -> None:
         convert(to, ckpt, Path(output), model, vae, base, form, most_bytes)
     except (ValueError, OSError) as error:
         parser.fail(error)
-
-
-def newest(outputs: str) -> str:
-    """Return and print the newest run with a checkpoint. Raises ValueError if there is none."""
-    from opendit.checkpoint.run_folders import newest_run  # imports pydantic, so not at the top
-
-    found = newest_run(outputs)
-    if found is None:
-        raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {outputs}; give a path")
-    print(f"--ckpt latest: {found}", flush=True)
-    return str(found)
 
 
 def check(

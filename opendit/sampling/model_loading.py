@@ -2,7 +2,6 @@
 
 ValueErrors name flags of sample.py; ``opendit.sampling.pipeline`` replaces the flags by argument names."""
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +21,7 @@ from opendit.checkpoint.pretrained import (
     read_info,
     weights_in,
 )
-from opendit.checkpoint.run_folders import checkpoints_in, low_noise_of, newest_run
+from opendit.checkpoint.run_folders import checkpoints_in, low_noise_of
 from opendit.checkpoint.tensor_set import is_set, open_set
 from opendit.common.stages import Background
 from opendit.diffusion.guidance import scale_of_family
@@ -45,18 +44,6 @@ from opendit.sampling.approximate_steps import weak_route
 
 PUBLIC_FPS = 16.0  # default frame rate of public models' clips, as in Wan 2.1
 SOURCE_FPS = 24  # frame rate of the training files if the weights don't store one
-
-
-def checkpoint_at(
-    ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
-) -> Path:
-    """Return ``ckpt`` as a path. "latest" is the newest run under ``outputs`` with a checkpoint: a run of ``model``, or
-    with ``video`` of any clip model. Raises ValueError if there is no such run."""
-    if str(ckpt) != "latest":
-        return Path(ckpt).expanduser()
-    if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
-        raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {outputs}; give a path")
-    return found
 
 
 def check_guidance(

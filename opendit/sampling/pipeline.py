@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from opendit.checkpoint.run_folders import checkpoint_at
 from opendit.common.hub import fetched
 from opendit.config.checks import check_lora_weight, path_and_weight
 from opendit.config.components import SpeedFlags
@@ -128,7 +129,7 @@ def load(
         raise ValueError(f"weights {weights}: must be ema or model")
     with arguments_named():
         loaded = loading.load_model(
-            loading.checkpoint_at(fetched(os.fspath(path), "--ckpt", True) if download else path, outputs, model),
+            checkpoint_at(fetched(os.fspath(path), "--ckpt", True) if download else path, outputs, model),
             loading.VaeLoader(device, precision, vae_tiling, vae_compile),
             name=model,
             which=weights,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opendit.checkpoint.ema import reconstruct
 from opendit.checkpoint.pretrained import find_weights, read_config
-from opendit.checkpoint.run_folders import lock_folder
+from opendit.checkpoint.run_folders import checkpoint_at, lock_folder
 from opendit.common.stages import Stages
 from opendit.config.checks import path_and_weight, read_prompts
 from opendit.config.console import print_block
@@ -152,7 +152,7 @@ def load_run(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
 def _load(
     flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager[Any], notes: list[str]
 ) -> SamplingRun:
-    ckpt = loading.checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
+    ckpt = checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
     if (width := flags.ema) is not None:
         group = ControlGroup(mesh)
         made = group.together(lambda: reconstruct(ckpt, width) if mesh.is_main else None, ValueError, OSError)
