@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from opendit.kernels import bias_gelu, fp8
+from opendit.kernels import bias_gelu, fp8, lora
 from opendit.kernels import gate_residual_layernorm_modulate as joined
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.common import interpreting, kernels_available, missing, pretending
 from opendit.kernels.fp8 import E4M3, E5M2, Float8, weight_in_float8
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
-from opendit.kernels.lora import low_rank_gradients
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import gather_heads_float8, head_views, split_heads
 from opendit.models.blocks import NormalisedProjection
@@ -210,15 +209,15 @@ def _sum_of_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _LinearBesideLora(Function):
     """x W^T + bias + scale * (x a^T) b^T. The product with W is in float8, and LoRA's products are in x's dtype. LoRA's
-    products are added in place, forward and backward. A float8 x is converted for LoRA's products, and saved in float8.
-    """
+    products are added in place, forward and backward."""
 
     @staticmethod
     def forward(ctx, stand_in, x, weight, bias, a, b, scale):
         y, saved = _forward_product(ctx, x, weight, stand_in.dtype, bias)
         given, descale = (stand_in, None) if any(stand_in.stride()) else (x.data, x.descale)
-        thin = _thin(given.flatten(0, -2).to(a.dtype) @ a.t(), descale)
-        y.flatten(0, -2).addmm_(thin, b.t(), alpha=scale)
+        rows = given.flatten(0, -2)
+        thin = rows.to(a.dtype) @ a.t() if descale is None else lora.thin_product(rows, descale, a)
+        lora.add_low_rank(y.flatten(0, -2), thin, b.t(), scale)
         ctx.save_for_backward(given, descale, a, b, thin, *saved)
         ctx.scale, ctx.bias_dtype = scale, None if bias is None else bias.dtype
         return y
@@ -227,18 +226,13 @@ class _LinearBesideLora(Function):
     def backward(ctx, dy):
         given, descale, a, b, thin, *saved = ctx.saved_tensors
         dx, dw = _backward_products(ctx, fp8.cast(dy, E5M2), saved)
-        rows = dy.flatten(0, -2)
-        dthin, db = low_rank_gradients(rows, b, thin, ctx.scale)
+        dthin, db = lora.low_rank_gradients(dy.flatten(0, -2), b, thin, ctx.scale)
         if dx is not None:
-            dx.flatten(0, -2).addmm_(dthin, a)
-        da = _thin(dthin, descale).t() @ given.flatten(0, -2).to(a.dtype)
+            lora.add_low_rank(dx.flatten(0, -2), dthin, a, 1.0)
+        rows = given.flatten(0, -2)
+        da = dthin.t() @ rows.to(a.dtype) if descale is None else lora.thin_gradient(dthin, rows, descale)
         dbias = _sum_of_rows(dy, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return dx, None, dw, dbias, da, db, None
-
-
-def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:
-    """Multiply a product with LoRA's A by x's float8 scale. The scale is a power of two, so nothing is rounded."""
-    return thin if descale is None else thin * descale.to(thin.dtype)
 
 
 class _BiasGelu(Function):

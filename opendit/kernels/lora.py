@@ -1,8 +1,11 @@
 """LoRA's products: y = x W^T + scale * (x a^T) b^T, with the thin product x a^T (M, r), and its gradients.
 
 Memory accesses limit products with r columns or rows. :func:`low_rank_gradients` reads dy once for both gradients.
-:func:`low_rank_product` adds the thin term to the wide product's sums before these are written.
+:func:`low_rank_product` adds the thin term to the wide product's sums before these are written. Beside a wide product
+in float8, :func:`thin_product` and :func:`thin_gradient` read x in float8, and :func:`add_low_rank` adds the thin term.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +68,7 @@ def _gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tenso
         dy.contiguous(), b.contiguous(), thin.contiguous(), dthin, db, rows, blocks, scale,
         D=width, RANK=rank, WIDE=max(16, next_power_of_2(rank)), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=2, num_warps=8,
     )  # fmt: skip
-    total = dthin[0] if parts == 1 else dthin.sum(0).to(dy.dtype)
+    total = dthin[0] if parts == 1 else finish_total(dthin.view(parts, -1), dy.dtype).view(rows, rank)
     return total, finish_total(db, b.dtype).view(width, rank)
 
 
@@ -215,3 +218,121 @@ def low_rank_product(
 
 
 LORA_PRODUCTS = LowRankProducts(low_rank_product, low_rank_gradients)
+
+# --------------------------------------------------------------------------------------------- beside float8 products
+
+TILE = 128  # rows and columns of a tile of x
+
+
+@triton.jit(do_not_specialize=("rows", "tiles"))
+def _thin_product_kernel(
+    x_ptr, a_ptr, descale_ptr, out_ptr, rows, tiles,
+    D: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum over ``tiles`` tiles of columns, for TILE rows."""
+    part = tl.program_id(1)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rank = tl.arange(0, WIDE)
+    total = tl.zeros((TILE, WIDE), dtype=tl.float32)
+    first = part * tiles * TILE
+    for start in tl.range(first, tl.minimum(first + tiles * TILE, D), TILE, num_stages=STAGES):
+        column = start + tl.arange(0, TILE)
+        mask = (row < rows)[:, None] & (column < D)[None, :]
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * D + column[None, :], mask=mask, other=0.0)
+        mask = (column < D)[:, None] & (rank < RANK)[None, :]
+        a = tl.load(a_ptr + rank[None, :] * D + column[:, None], mask=mask, other=0.0)
+        total = tl.dot(x.to(a.dtype), a, total)
+    total *= tl.load(descale_ptr)
+    at = (part.to(tl.int64) * rows + row)[:, None] * RANK + rank[None, :]
+    tl.store(out_ptr + at, total, mask=(row < rows)[:, None] & (rank < RANK)[None, :])
+
+
+@triton.jit(do_not_specialize=("rows", "tiles"))
+def _thin_gradient_kernel(
+    x_ptr, dthin_ptr, descale_ptr, out_ptr, rows, tiles,
+    D: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum over ``tiles`` tiles of rows, for TILE columns."""
+    part = tl.program_id(1)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rank = tl.arange(0, WIDE)
+    total = tl.zeros((TILE, WIDE), dtype=tl.float32)
+    first = part * tiles * TILE
+    for start in tl.range(first, tl.minimum(first + tiles * TILE, rows), TILE, num_stages=STAGES):
+        row = start + tl.arange(0, TILE)
+        mask = (row < rows)[:, None] & (column < D)[None, :]
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * D + column[None, :], mask=mask, other=0.0)
+        mask = (row < rows)[:, None] & (rank < RANK)[None, :]
+        dthin = tl.load(dthin_ptr + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
+        total = tl.dot(tl.trans(x.to(dthin.dtype)), dthin, total)
+    total *= tl.load(descale_ptr)
+    at = (part * RANK + rank)[None, :].to(tl.int64) * D + column[:, None]
+    tl.store(out_ptr + at, total, mask=(column < D)[:, None] & (rank < RANK)[None, :])
+
+
+@triton.jit(do_not_specialize=("rows",))
+def _add_low_rank_kernel(
+    y_ptr, thin_ptr, factor_ptr, rows, scale,
+    D: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """TURNED: factor is (D, r) in memory, otherwise (r, D)."""
+    across: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    rank = tl.arange(0, WIDE)
+    mask = (row < rows)[:, None] & (rank < RANK)[None, :]
+    thin = tl.load(thin_ptr + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
+    mask = (rank < RANK)[:, None] & (column < D)[None, :]
+    if TURNED:
+        at = column[None, :] * RANK + rank[:, None]
+    else:
+        at = rank[:, None] * D + column[None, :]
+    total = tl.dot(thin, tl.load(factor_ptr + at, mask=mask, other=0.0)) * scale
+    mask = (row < rows)[:, None] & (column < D)[None, :]
+    y = y_ptr + row.to(tl.int64)[:, None] * D + column[None, :]
+    total += tl.load(y, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def _divide(kernel: Any, x: Tensor, factor: Tensor, descale: Tensor, over_rows: bool) -> Tensor:
+    """Let programs sum over some rows or columns of x (M, C) each, and add up their sums."""
+    (rows, width), rank = x.shape, factor.shape[1 if over_rows else 0]
+    own, summed = (-(-length // TILE) for length in ((width, rows) if over_rows else (rows, width)))
+    tiles = -(-summed // min(summed, -(-PROGRAMS // own)))
+    parts = -(-summed // tiles)
+    out = torch.empty(parts, (width if over_rows else rows) * rank, dtype=torch.float32, device=x.device)
+    kernel[(own, parts)](
+        x, factor, descale, out, rows, tiles,
+        D=width, RANK=rank, WIDE=max(16, next_power_of_2(rank)), TILE=TILE, STAGES=3, num_warps=8,
+    )  # fmt: skip
+    return finish_total(out, factor.dtype)
+
+
+def thin_product(x: Tensor, descale: Tensor, a: Tensor) -> Tensor:
+    """Return descale * x a^T (M, r) in a's dtype for x (M, C) in float8, descale (1,) a power of two, and a (r, C)."""
+    if _takes(a, a, len(a)) and x.numel():
+        return _divide(_thin_product_kernel, x.contiguous(), a.contiguous(), descale, False).view(len(x), len(a))
+    return (x.to(a.dtype) @ a.t()) * descale.to(a.dtype)
+
+
+def thin_gradient(dthin: Tensor, x: Tensor, descale: Tensor) -> Tensor:
+    """Return descale * dthin^T x (r, C) in dthin's dtype for dthin (M, r), and x (M, C) in float8."""
+    if _takes(dthin, dthin, dthin.shape[1]):
+        total = _divide(_thin_gradient_kernel, x.contiguous(), dthin.contiguous(), descale, True)
+        return total.view(dthin.shape[1], x.shape[1])
+    return (dthin * descale.to(dthin.dtype)).t() @ x.to(dthin.dtype)
+
+
+def add_low_rank(y: Tensor, thin: Tensor, factor: Tensor, scale: float) -> None:
+    """Add scale * thin factor to y (M, P) in place, for thin (M, r) and factor (r, P)."""
+    turned = factor.stride(0) == 1
+    matrix = factor.t() if turned else factor
+    if not (_takes(y, thin, len(factor)) and y.is_contiguous() and thin.is_contiguous() and matrix.is_contiguous()):
+        y.addmm_(thin, factor, alpha=scale)
+        return
+    (rows, width), rank, (tall, wide) = y.shape, len(factor), (64, 128)
+    _add_low_rank_kernel[(-(-rows // tall) * -(-width // wide),)](
+        y, thin, matrix, rows, scale, D=width, RANK=rank, WIDE=max(16, next_power_of_2(rank)), TURNED=turned,
+        ROWS=tall, COLUMNS=wide, num_warps=4,
+    )  # fmt: skip

@@ -152,6 +152,12 @@ def _needs_torch(q: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, across: bool) -> b
 
 
 def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.compiler.is_compiling():  # torch.compile can't see into join_heads
+        parts = [
+            (*_normalise_rotate(q, k, q_norm, k_norm, table, False), v) for q, k, v, q_norm, k_norm, table in streams
+        ]
+        q, k, v = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        return q, k, v
     norms = [norm for *_, q_norm, k_norm, _ in streams for norm in (q_norm, k_norm) if norm is not None]
     eps = norms[0].eps if norms else 0.0
     found = []
@@ -220,7 +226,7 @@ KERNELS = (
     Kernel("swiglu", swiglu, {MODULATE}, keeps=("x",)),
     Kernel("add_table", add_table, {MODULATE}),
     Kernel("normalise_rotate", _normalise_rotate, {MODULATE}, keeps=("q", "k")),
-    Kernel("join_heads", _join_heads, {MODULATE, INFERENCE}),
+    Kernel("join_heads", _join_heads, {MODULATE}, keeps=("q", "k")),
     Kernel("pack_heads", _pack_heads, {MODULATE, INFERENCE}),
     # With FLOAT8, a projection's inputs and weight are saved in one byte per value.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
@@ -252,7 +258,7 @@ KERNELS = (
     Kernel("swiglu", swiglu, {FLOAT8}, keeps=("x",)),
     Kernel("add_table", add_table, {FLOAT8}),
     Kernel("normalise_rotate", _normalise_rotate, {FLOAT8}, keeps=("q", "k")),
-    Kernel("join_heads", _join_heads, {FLOAT8, INFERENCE}),
+    Kernel("join_heads", _join_heads, {FLOAT8}, keeps=("q", "k")),
     Kernel("pack_heads", _pack_heads, {FLOAT8, INFERENCE}),
     *(
         Kernel(name, getattr(fp8_inference, name), {FLOAT8, INFERENCE}, float8=True, takes_projection=True)

@@ -14,13 +14,13 @@ and dy once and writes dx once; g is dy rotated by the opposite angles:
 A row is one head of one token. For a norm of each head, a tile has rows of several tokens. Across heads, a tile has all
 rows of one token, and they share one norm.
 
-:func:`join_heads` and :func:`pack_heads`, for sampling, also write queries, keys and values of several streams into one
-sequence, or into the layout that ranks send.
+:func:`join_heads` also writes queries, keys and values of several streams into one sequence. :func:`pack_heads`, for
+sampling, writes them into the layout that ranks send.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -563,35 +563,62 @@ def _join_heads_kernel(
         )  # fmt: skip
 
 
+class _JoinHeads(torch.autograd.Function):
+    """Join the tensors of all streams, six for each in the order of :class:`StreamHeads`."""
+
+    @staticmethod
+    def forward(ctx, eps: float, *tensors: Tensor | None):
+        streams = [StreamHeads(*cast(Any, tensors[at : at + 6])) for at in range(0, len(tensors), 6)]
+        lengths = [stream.q.shape[1] for stream in streams]
+        outputs = [x.new_empty(len(x), sum(lengths), *x.shape[2:]) for x in (streams[0].q, streams[0].k, streams[0].v)]
+        saved, begin = [], 0
+        for stream, length in zip(streams, lengths, strict=True):
+            _launch(stream, [out[:, begin : begin + length].unsqueeze(0) for out in outputs], eps)
+            begin += length
+            q, k = (None, None) if stream.q_weight is None else (stream.q, stream.k)
+            saved += [q, k, stream.q_weight, stream.k_weight, stream.table]
+        ctx.save_for_backward(*saved)
+        ctx.lengths, ctx.eps = lengths, eps
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
+        every: Sequence[Tensor | None] = ctx.saved_tensors  # recomputed blocks allow one access
+        gradients: list[Tensor | None] = [None]
+        of_streams = zip(*(g.split(ctx.lengths, dim=1) for g in (dq, dk, dv)), strict=True)
+        for number, (dq, dk, dv) in enumerate(of_streams):
+            saved, needed = every[5 * number :][:5], ctx.needs_input_grad[1 + 6 * number :]
+            sums = saved[2] is not None and (needed[3] or needed[4])
+            dq, dk, *of_weights = _backward_op(dq, dk, *saved, ctx.eps, False, sums)
+            gradients += [dq, dk, dv, *(of_weights if sums else (None, None)), None]
+        return tuple(gradients)
+
+
 def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (B, N, H, d), k and v (B, N, K, d) of all streams, joined in order, computed by a Triton kernel.
 
     q and k are normalised if the stream has weights, and rotated if it has a table. One launch per stream reads and
-    writes each value once. The result is not differentiable: training uses torch, because a concatenation's backward
-    pass costs nothing. Raises ValueError if shapes, dtypes or devices don't fit.
+    writes each value once. Differentiable in q, k, v and the weights. Raises ValueError if shapes, dtypes or devices
+    don't fit.
     """
     first = streams[0]
     (B, _, H, d), K = first.q.shape, first.k.shape[2]
-    length = sum(stream.q.shape[1] for stream in streams)
-    outputs = [x.new_empty(B, length, x.shape[2], d) for x in (first.q, first.k, first.v)]
-    begin = 0
     for number, stream in enumerate(streams):
         n = stream.q.shape[1]
         fits = stream.q.shape == (B, n, H, d) and stream.k.shape == stream.v.shape == (B, n, K, d)
         if not fits or (stream.q_weight is None) != (stream.k_weight is None):
             shapes = [tuple(x.shape) for x in (stream.q, stream.k, stream.v)]
             raise ValueError(f"stream {number}: q, k, v of shapes {shapes} do not join those of the first stream")
-        _launch(stream, [out[:, begin : begin + n].unsqueeze(0) for out in outputs], eps)
-        begin += n
-    return outputs[0], outputs[1], outputs[2]
+    tensors = [x for s in streams for x in (s.q, s.k, s.v, s.q_weight, s.k_weight, s.table)]
+    return _JoinHeads.apply(eps, *tensors)
 
 
 def pack_heads(stream: StreamHeads, parts: int, eps: float = 1e-6, across: bool = False) -> Tensor:
     """Return q, k and v (B, n, H, d) as (parts, B, n, 3, H / parts, d), with consecutive heads in each part, computed
     by a Triton kernel.
 
-    Like :func:`join_heads`, one launch normalises and rotates q and k, and the result is not differentiable. across:
-    see :func:`rotate_heads`. Raises ValueError if shapes, dtypes or devices don't fit.
+    Like :func:`join_heads`, one launch normalises and rotates q and k. The result is not differentiable. across: see
+    :func:`rotate_heads`. Raises ValueError if shapes, dtypes or devices don't fit.
     """
     B, n, H, d = stream.q.shape
     width = H * d if across else d

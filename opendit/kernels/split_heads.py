@@ -132,7 +132,10 @@ def _of_one_layout(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, 
     first = dq.stride()
     if first[-1] == 1 and first == dk.stride() == dv.stride():
         return dq, dk, dv
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    # After a rotation dq and dk have tokens before heads in memory, so this copies at most dv. A batch of one needs no
+    # copy.
+    dq, dk, dv = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dq, dk, dv))
+    return dq, dk, dv
 
 
 def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:

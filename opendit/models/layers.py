@@ -132,7 +132,7 @@ def low_rank_product(
     The low-rank product is written first, then ``addmm`` adds the wide product. A separate addition would cost one more
     pass over the result.
     """
-    first = thin.new_zeros(1) if bias is None else bias
+    first = thin.new_empty(1) if bias is None else bias  # not read if beta is 0
     return torch.addmm(first, thin, factor, beta=0 if bias is None else 1, alpha=scale).addmm_(x, weight)
 
 

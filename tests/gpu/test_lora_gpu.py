@@ -7,7 +7,7 @@ from opendit.config.components import SpeedFlags
 from opendit.kernels import lora
 from opendit.kernels.common import interpreting, missing
 from opendit.kernels.fp8_linear import float8_available
-from opendit.kernels.lora import low_rank_gradients, low_rank_product
+from opendit.kernels.lora import add_low_rank, low_rank_gradients, low_rank_product, thin_gradient, thin_product
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT
@@ -87,6 +87,26 @@ def test_both_gradients_of_one_read_are_near_fp64_and_repeat(rows, width, rank):
     found, again = (low_rank_gradients(dy, b, thin, 0.5) for _ in range(2))
     exact = 0.5 * (dy.double() @ b.double()), 0.5 * (dy.double().t() @ thin.double())
     for got, same, want in zip(found, again, exact, strict=True):
+        assert torch.equal(got, same) and (got.double() - want).norm() < 3e-3 * want.norm()
+
+
+@needs_float8
+@pytest.mark.parametrize(
+    ("rows", "width", "rank"), [(32768, 4608, 16), (4608, 3072, 16), (4097, 1168, 5), (300, 64, 64)]
+)
+def test_thin_products_beside_float8_are_near_fp64_and_repeat(rows, width, rank):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (rows, width), (rank, width), (rows, rank)
+    x, a, thin = (torch.randn(s, device="cuda", generator=generator) for s in shapes)
+    x, a, thin, descale = (8 * x).to(torch.float8_e4m3fn), a.bfloat16(), thin.bfloat16(), torch.tensor([0.25]).cuda()
+    y = x.bfloat16()
+    added = [y.clone() for _ in range(2)]
+    for out in added:
+        add_low_rank(out, thin, a, 0.5)
+    pairs = [(thin_product(x, descale, a), thin_gradient(thin, x, descale)) for _ in range(2)]
+    exact = 0.25 * (x.double() @ a.double().t()), 0.25 * (thin.double().t() @ x.double())
+    exact += (y.double() + 0.5 * (thin.double() @ a.double()),)
+    for got, same, want in zip((*pairs[0], added[0]), (*pairs[1], added[1]), exact, strict=True):
         assert torch.equal(got, same) and (got.double() - want).norm() < 3e-3 * want.norm()
 
 

@@ -358,34 +358,41 @@ def check_join_heads(
     batch: int, lengths: tuple[int, ...], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: bool,
     table: str | None, device="cpu", weight_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Assert the bounds of join_heads for streams of these lengths, and that values are copied exactly.
+    """Assert the bounds of join_heads for streams of these lengths, and of every gradient; values are copied exactly.
 
     The q, k and v of a stream are views of one projection.
     """
-    streams, wanted, eps = [], [], 1e-5
-    for number, length in enumerate(lengths):
-        generator = torch.Generator(device).manual_seed(number)
-        random = functools.partial(torch.randn, generator=generator, device=device)
-        total = random(batch, length, (heads[0] + 2 * heads[1]) * head_dim).to(dtype).unflatten(-1, (-1, head_dim))
-        q, k, v = total.split((*heads, heads[1]), dim=2)
-        weights = [random(head_dim).to(weight_dtype or dtype) if norm else None for _ in range(2)]
+    leaves, streams, exact_leaves, wanted, eps = [], [], [], [], 1e-5
+    random = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+    for length in lengths:
+        total = random(batch, length, (heads[0] + 2 * heads[1]) * head_dim).to(dtype)
+        own = [total, *(random(head_dim).to(weight_dtype or dtype) for _ in range(2 if norm else 0))]
         turns = None
         if table is not None:
             angles = random(*((batch,) if table == "of samples" else ()), length, head_dim // 2) * 3
             turns = torch.stack([angles.cos(), angles.sin()], dim=-1)
-        streams.append(StreamHeads(q, k, v, *weights, turns))
-        exact = [None if weight is None else weight.double() for weight in weights]
-        turned = [exact_rotated_heads(x.double(), exact[i], turns, eps, False) for i, x in enumerate((q, k))]
-        wanted.append([*turned, v.double()])
+        exact = [leaf.double().requires_grad_() for leaf in own]
+        own = [leaf.requires_grad_() for leaf in own]
+        q, k, v = own[0].unflatten(-1, (-1, head_dim)).split((*heads, heads[1]), dim=2)
+        streams.append(StreamHeads(q, k, v, *(own[1:] or (None, None)), turns))
+        q, k, v = exact[0].unflatten(-1, (-1, head_dim)).split((*heads, heads[1]), dim=2)
+        pairs = zip((q, k), exact[1:] or (None, None), strict=True)
+        wanted.append([*(exact_rotated_heads(x, weight, turns, eps, False) for x, weight in pairs), v])
+        leaves, exact_leaves = leaves + own, exact_leaves + exact
+    want = [torch.cat(parts, dim=1) for parts in zip(*wanted, strict=True)]
+    grads = [random(*x.shape).to(dtype) for x in want]
     with poisoned_memory():
         outputs = join_heads(streams, eps)
-    want = [torch.cat(parts, dim=1) for parts in zip(*wanted, strict=True)]
+        got = torch.autograd.grad(outputs, leaves, grads)
+    want_grads = torch.autograd.grad(want, exact_leaves, [grad.double() for grad in grads])
     assert torch.equal(outputs[2].double(), want[2])
-    for name, value, reference in zip("qk", outputs[:2], want[:2], strict=True):
-        assert value.dtype == dtype and value.is_contiguous() and value.shape == reference.shape, name
+    assert all(x.is_contiguous() and x.dtype == dtype for x in outputs)
+    for value, reference in zip((*outputs, *got), (*want, *want_grads), strict=True):
         difference = value.double() - reference
         error, largest = difference.norm() / reference.norm(), difference.abs().max() / reference.abs().max()
-        assert error <= BOUNDS[dtype] and largest <= max(LARGEST[dtype], BOUNDS[dtype]), f"{name}: {error}, {largest}"
+        bounds = max(dtype, value.dtype, key=lambda t: BOUNDS[t])
+        assert value.shape == reference.shape
+        assert error <= BOUNDS[bounds] and largest <= max(LARGEST[bounds], BOUNDS[bounds]), f"{error}, {largest}"
 
 
 def check_pack_heads(

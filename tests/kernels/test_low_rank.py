@@ -107,3 +107,33 @@ def test_a_large_layer_with_lora_has_the_gradients_of_its_formula(monkeypatch):
     wanted = torch.autograd.grad(want, [exact, a, b], dy.double())
     for one, other in zip(got, (want, *wanted), strict=True):
         assert (one.double() - other).norm() <= 3 * BOUNDS[torch.float16] * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "rank", "programs"),
+    [(1, 64, 1, 264), (300, 200, 3, 1), (300, 200, 16, 4), (257, 72, 20, 264), (130, 640, 64, 2)],
+)
+def test_thin_products_of_a_float8_activation_are_those_of_fp64(rows, width, rank, programs, monkeypatch):
+    monkeypatch.setattr(lora, "PROGRAMS", programs)
+    torch.manual_seed(0)
+    x = (8 * torch.randn(rows, width)).to(torch.float8_e4m3fn)
+    descale = torch.tensor([0.25])
+    a, dthin = (torch.randn(shape).add(0.3).half() for shape in ((rank, width), (rows, rank)))
+    with poisoned_memory():
+        found = lora.thin_product(x, descale, a), lora.thin_gradient(dthin, x, descale)
+    exact = 0.25 * (x.double() @ a.double().t()), 0.25 * (dthin.double().t() @ x.double())
+    for got, want in zip(found, exact, strict=True):
+        assert got.dtype == torch.float16 and got.shape == want.shape
+        assert (got.double() - want).norm() <= BOUNDS[torch.float16] * want.norm()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("rows", "width", "rank"), [(1, 64, 1), (70, 200, 3), (129, 136, 64)])
+def test_a_thin_term_is_added_in_place(rows, width, rank, turned):
+    torch.manual_seed(0)
+    y, thin, factor = (torch.randn(shape).half() for shape in ((rows, width), (rows, rank), (width, rank)))
+    factor = factor.t() if turned else factor.t().contiguous()
+    want = y.double() + 0.5 * thin.double() @ factor.double()
+    with poisoned_memory():
+        lora.add_low_rank(y, thin, factor, 0.5)
+    assert (y.double() - want).norm() <= BOUNDS[torch.float16] * want.norm()
