@@ -26,8 +26,8 @@ from opendit.models.layers import (
 )
 from opendit.models.segments import Interleaved, PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
-# Backends with correct gradients under torch.compile (2.11). cuDNN is excluded, because torch.compile assumes a memory
-# layout that cuDNN does not write. Gradients are then wrong if q, k and v are views of one tensor.
+# Backends with correct gradients under torch.compile (2.11). cuDNN's are wrong if q, k and v are views of one tensor,
+# because torch.compile assumes a memory layout that cuDNN does not write.
 RIGHT_WHEN_COMPILED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -42,13 +42,13 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The tokens of a sequence: their positions, and the sequence's division over ranks, segments and streams.
+    """The tokens of a sequence: their positions, and their division into ranks, segments and streams.
 
     Attributes:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
         rotary: Rotations, fp32: ([B,] N, d / 2, 2) if all heads share them. Otherwise (N, D / 2, 2) for the tokens and
             heads that this rank projects.
-        learned: Learned positions (1 or B, n, D) of this rank's tokens, if every block adds positions.
+        learned: Learned positions (1 or B, n, D) of this rank's tokens; None if blocks do not add positions.
         shards: Division of the sequence over ranks.
         packed: Segments of a pack, or the segments in this rank's range of tokens.
         streams: Each stream's token count. Except in packs, the sequence holds one stream after another.
@@ -120,8 +120,8 @@ class SequenceShards(Protocol):
         ...
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return the slice of ``table`` for the tokens and heads that this rank projects. table: (N, F), with a row for
-        each token and columns for the channels of all heads."""
+        """Return the slice of ``table`` for the tokens and heads that this rank projects. table: (N, F), one row per
+        token, with columns for all heads."""
         ...
 
     @property
@@ -133,7 +133,7 @@ class SequenceShards(Protocol):
         """Attend from this rank's tokens to all ranks' tokens; return (B, n, D). q (B, H, n, d) and k, v (B, kv_heads,
         n, d) hold this rank's tokens; ``attend`` normalises and rotates them.
 
-        With tensor parallelism, H and D count this rank's heads, and n counts the tokens of all tensor-parallel ranks.
+        With tensor parallelism, q, k and v hold this rank's heads and the tokens of all tensor-parallel ranks.
         """
         ...
 
@@ -301,8 +301,8 @@ class Attention(nn.Module):
         # The transposes change only strides: the memory order stays (B, N, H, d), and attention preserves it.
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if self.halves and rotary is not None:
-            # The table rotates channels i and i + d / 2, but the operation rotates neighbouring channels, so reorder
-            # the channels. The products of q and k do not change if both are reordered, so q and k keep the new order.
+            # The table is for channels i and i + d / 2, but the operation rotates neighbouring channels. Reordering the
+            # channels of both q and k does not change their products.
             q, k = ops.normalise_rotate(q, k, *norms, None, self.across)
             q, k, norms = _as_neighbours(q), _as_neighbours(k), (None, None)
         if self.turns_all_channels(grid):  # The table covers the channels of all heads, so treat them as one head.
@@ -325,8 +325,8 @@ class GridAttention:
     """A layer's attention between the tokens of a grid, for sequence-parallel strategies. A call with q, k, v (B, H, N,
     d) of all tokens returns (B, H, N, d).
 
-    A strategy may also normalise and rotate a rank's tokens before ranks exchange heads, with :meth:`prepare` or
-    :meth:`pack`. It then calls ``prepared``, which only attends.
+    A strategy can normalise and rotate a rank's tokens with :meth:`prepare` or :meth:`pack`, before ranks exchange
+    heads. ``prepared`` then skips these steps.
     """
 
     layer: Attention
@@ -351,8 +351,8 @@ class GridAttention:
         return self.layer.prepare(q, k, v, self._of_tokens(first, q.shape[2]), self.ops, self.normalised)
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor, first: int, parts: int) -> Tensor:
-        """Compute :meth:`prepare` and divide the heads into ``parts`` of consecutive heads. Return (parts, B, n, 3, H /
-        parts, d), contiguous, with one key and value for every query."""
+        """Run :meth:`prepare`, then divide the heads into ``parts`` groups of consecutive heads. Return (parts, B, n,
+        3, H / parts, d), contiguous. Keys and values that query heads share are copied."""
         layer, packs, grid = self.layer, self.ops.pack_heads, self._of_tokens(first, q.shape[2])
         norms, table = (layer.q_norm, layer.k_norm), grid and grid.rotary
         plain = table is None or not (layer.halves or layer.turns_all_channels(grid))
@@ -394,8 +394,8 @@ def _as_neighbours(x: Tensor) -> Tensor:
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v with one head (dimension 1) for each query head. Shared heads are copied for two reasons: some of
-    torch's attention kernels don't support shared heads, and heads can't be divided over more ranks than heads."""
+    """Return k and v with one head (dimension 1) for each query head. Shared heads are copied, because some of torch's
+    attention kernels don't support them."""
     copies = q.shape[1] // k.shape[1]
     return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
 
@@ -445,7 +445,7 @@ class AxialAttention(Attention):
 class FrameAttention(AxialAttention):
     """Attention within frames: T attentions of S tokens each, (B T, H, S, d).
 
-    Rotations along time do not change q k^T, because all tokens of a frame have equal rotations.
+    A frame's tokens have equal rotations along time, so these rotations cancel in q k^T.
     """
 
     axis = 1
@@ -491,7 +491,7 @@ class CrossAttention(nn.Module):
         width = dim if self.across else dim // num_heads
         self.q_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
-        self.attend: Attend = local_attention  # used only if tokens also attend to the caption's padding
+        self.attend: Attend = local_attention  # used only with ``attends_padding``
         self.picture_kv: nn.Linear | None = nn.Linear(dim, 2 * dim, bias=options.bias) if options.pictures else None
         self.picture_norm = RMSNorm(width, options.qk_eps) if options.pictures else None
 

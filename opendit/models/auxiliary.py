@@ -25,9 +25,9 @@ from opendit.models.layers import TIME_FREQUENCIES, timestep_embedding
 
 # ------------------------------------------------------------------------------------------ representation alignment
 #
-# This loss maximises the cosine similarity between an intermediate block's projected tokens and a frozen vision
-# encoder's features of the clean picture. The projector is saved with the model. Only the projector and the earlier
-# blocks get gradients from this loss.
+# The tokens after an intermediate block are projected. The loss raises their cosine similarity to a frozen vision
+# encoder's features of the clean picture. It trains only the projector and the earlier blocks. The projector is saved
+# with the model.
 
 PROJECTED = 2048  # hidden width of [R]'s projector
 # [I] subtracts this fraction of the mean over tokens from the encoder's features. The paper's appendix uses 0.6 to 0.8.
@@ -49,7 +49,7 @@ class AlignmentConfig:
 
 
 class Projector(nn.Module):
-    """Projection of tokens (B, N, D) in a grid (H, W) to the width of the encoder's features, (B, N, width)."""
+    """Projection of tokens (B, N, D) to the width of the encoder's features, (B, N, width). grid: (H, W)."""
 
     def __init__(self, dim: int, config: AlignmentConfig):
         super().__init__()
@@ -67,7 +67,7 @@ class Projector(nn.Module):
 
 
 class Alignment(NamedTuple):
-    """An encoder's features (B, N, width) of a micro-batch's pictures, and the weight of the alignment term."""
+    """The encoder's features (B, N, width) for a micro-batch, and the weight of the alignment loss."""
 
     features: Tensor
     weight: float
@@ -112,9 +112,9 @@ def run_tapped(
 
 
 class Uncertainty(nn.Module):
-    """The learned uncertainty u(t) of a loss L(t), (B,) to (B,) fp32: a linear layer on sinusoids of t ([E]). Training
-    minimises L(t) / exp(u(t)) + u(t) ([K]). At the minimum, exp(u(t)) is the mean of L(t), so all times count
-    equally."""
+    """The learned uncertainty u(t) of a loss L(t): a linear layer on sinusoids of t ([E]). Maps times (B,) to (B,)
+    fp32. Training minimises L(t) / exp(u(t)) + u(t) ([K]). At the minimum, exp(u(t)) is the mean of L(t), so all times
+    count equally."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def weighted(losses: Tensor, u: Tensor) -> Tensor:
 
 
 class Fusion(nn.Module):
-    """Linear projection of each token's features after and before a route, concatenated ([S] eq. 5)."""
+    """Linear layer on each token's features after and before a route, concatenated ([S] eq. 5)."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -146,8 +146,8 @@ class Fusion(nn.Module):
         self.linear: nn.Linear = nn.Linear(2 * dim, dim)
 
     def forward(self, deep: Tensor, shallow: Tensor, dropped: Tensor | None = None) -> Tensor:
-        """Fuse the tokens ``deep`` after a route with the tokens ``shallow`` before it, both (B, N, D). dropped: (B,)
-        bool, or (N,) for a pack. True replaces ``deep`` tokens by mask tokens; None replaces none."""
+        """Fuse the tokens after a route (``deep``) with the tokens before it (``shallow``), both (B, N, D). dropped:
+        True to replace ``deep`` by mask tokens, (B,) bool, or (N,) for a pack."""
         if dropped is not None:
             deep = torch.where(dropped.view(len(deep), -1, 1), self.mask_token.to(deep.dtype), deep)
         return self.linear(torch.cat((deep, shallow), dim=-1))
@@ -187,14 +187,14 @@ def run_routed(
 ) -> Tensor:
     """Run all blocks on x (B, N, D) like :func:`run_blocks`. A route's blocks process only the tokens ``kept``.
 
-    With sequence parallelism, x holds this rank's tokens. All tokens are gathered at both ends of the route, because
-    ranks divide the kept tokens evenly.
+    With sequence parallelism, x holds this rank's tokens. All tokens are gathered at both ends of the route, so that
+    ranks can divide the kept tokens evenly.
 
     Args:
         route: First block of the route, and first block after it.
         kept: (B, n) int64, each sample's distinct token indices in ascending order; None for all tokens. For a pack,
             (1, n) indices into the pack.
-        fusion: Fuses the tokens before and after the route; None to put the kept tokens back among the skipped ones.
+        fusion: Fuses the tokens before and after the route; None to return the kept tokens to their places.
         dropped: (B,) bool, or (S,) for the segments of a pack: True to replace the route's result by mask tokens.
             Unused without ``fusion``.
     """

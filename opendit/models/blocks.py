@@ -59,11 +59,11 @@ from opendit.models.layers import (
     multiply,
 )
 
-# Input of cross-attention: the caption's tokens (B, L, D) and mask (B, L) bool; or the keys and values (B, L, H, d)
-# that a block has computed from the tokens, and the mask.
+# Input of cross-attention: (tokens, mask) or (keys, values, mask). tokens: (B, L, D). mask: (B, L) bool. keys, values:
+# (B, L, H, d), a block's projections of the tokens.
 Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-# A block's shifts, scales and gates, concatenated to (B, chunks * D). Or the pair (c, shared), from which the block
-# computes them: the condition c (B, D), and the modulation that all blocks share, or None.
+# A block's shifts, scales and gates, concatenated to (B, chunks * D). Or (c, shared), the arguments of
+# ``Block.modulate``, which computes them.
 Modulation = Tensor | tuple[Tensor, Tensor | None]
 Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last): the deferred sum x + gate * last(z)
 
@@ -109,7 +109,7 @@ class BlockSpec:
         options: Options that all architectures support.
         eps: Epsilon of the norms.
         norm_weight: True if RMS norms have weights.
-        norm_after: True to normalise each branch's output before its gate, in addition to the norm before the branch.
+        norm_after: True to also normalise each branch's output, before the gate.
         parallel: True if attention and MLP share one norm, shift, scale and gate.
         caption_norm: Norm before the caption's branch. False: the norm ``norm``; True: LayerNorm with weights and
             biases; None: no norm.
@@ -270,8 +270,8 @@ class Block(nn.Module):
     """A Transformer block that maps x (B, N, D) to (B, N, D), built from any specification.
 
     Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So FSDP2 shard units,
-    pipeline stages, checkpoints and compiled regions can begin at any block. A shard unit has weights only during a
-    call, and computes the modulation in the call: ``block(x, (c, shared), ...)``.
+    pipeline stages, checkpoints and compiled regions can begin at any block. A shard unit has its weights only during a
+    call, so it computes the modulation there: ``block(x, (c, shared), ...)``.
     """
 
     mlp: Mlp
@@ -299,7 +299,7 @@ class Block(nn.Module):
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         """Return shifts, scales and gates, concatenated to (B, chunks * D), for the condition c (B, D). shared: the
-        modulation that all blocks of the model share (None if they share none)."""
+        modulation that all blocks share, if any."""
         return self.adaLN_modulation(c, shared)
 
     def forward(
@@ -418,15 +418,14 @@ class NormalisedProjection:
 
 
 class NoModulation(nn.Module):
-    """Modulation module of blocks without modulation."""
+    """Empty modulation (B, 0), for blocks without modulation."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         return c.new_zeros(len(c), 0)
 
 
 class SharedModulation(nn.Module):
-    """Modulation module that returns columns of the blocks' shared modulation (B, n): ``count`` columns from
-    ``first``."""
+    """A block's modulation: ``count`` columns of the shared modulation (B, n), from column ``first``."""
 
     def __init__(self, first: int, count: int):
         super().__init__()
@@ -439,8 +438,8 @@ class SharedModulation(nn.Module):
 
 class JointBlock(nn.Module):
     """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
-    2024, fig. 2). x (B, N, D) holds one stream after another; in a pack, each segment holds its streams in this order.
-    ``grid.streams`` holds the streams' token counts."""
+    2024, fig. 2). x (B, N, D) holds one stream after another; in a pack, each segment does. ``grid.streams`` holds the
+    streams' token counts."""
 
     recomputed = True
 

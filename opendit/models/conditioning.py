@@ -35,13 +35,13 @@ class TextConfig:
 
 @dataclass(frozen=True, eq=False)
 class TextCondition:
-    """Encoded captions. This is no named tuple, because some training plugins can't rebuild named tuples."""
+    """Encoded captions. Not a named tuple, because some training plugins can't rebuild one."""
 
     tokens: Tensor  # (B, L, Dt)
     mask: Tensor  # (B, L) bool, True for tokens
     pooled: Tensor  # pooled vector (B, Dt), or a picture's tokens (B, tokens, width)
     guidance: Tensor | None = None  # guidance scale (B,), for models with the scale as an input
-    # lower bound of the captions' token counts, known without waiting for the device
+    # lower bound of the captions' token counts, known on the host
     shortest: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
@@ -101,8 +101,8 @@ def joined(conditions: Sequence[Condition]) -> Condition:
 
 
 def of_same_pictures(null: Condition, y: Condition) -> Condition:
-    """Return ``null`` with the picture tokens (B, tokens, width) of ``y`` as ``pooled``; unchanged if y has no picture
-    tokens. null: guidance's null condition, with batch size 1 or B."""
+    """Return ``null`` with y's picture tokens, or unchanged if y has none. null: guidance's null condition, with batch
+    size 1 or B."""
     if not isinstance(y, TextCondition) or not isinstance(null, TextCondition) or y.pooled.dim() != 3:
         return null
     return replace(null if len(null) == len(y) else null[[0] * len(y)], pooled=y.pooled)
@@ -162,9 +162,10 @@ class CaptionEmbedder(nn.Module):
 
 # ------------------------------------------------------------------------------------------ conditioning frames
 #
-# --given_frames: the network's input is x_t ++ mask ++ given, concatenated along the channels. x_t: noisy latents, C
-# channels. mask: 1 in conditioning frames, 0 elsewhere, one channel. given: clean latents in conditioning frames, 0
-# elsewhere, C channels.
+# With --given_frames, the network's input is x_t ++ mask ++ given, concatenated along the channels:
+#   x_t (C channels): noisy latents
+#   mask (1 channel): 1 in conditioning frames, 0 elsewhere
+#   given (C channels): clean latents in conditioning frames, 0 elsewhere
 #
 # Models with conditioning frames *in place* (Wan 2.2 TI2V) embed only C channels: the clean latents replace the noisy
 # ones in conditioning frames, and the time of these tokens is 0. The loss excludes conditioning frames.
@@ -206,8 +207,8 @@ def first_frames_alone(pixels: Tensor) -> Tensor:
 
 
 def give_beside(latents: Tensor) -> Tensor:
-    """Return mask ++ given (B, 1 + C, T, H, W) for an image-to-video model. latents: (B, C, T, H, W), the latents of
-    clips that are grey after their first frame."""
+    """Return mask ++ given (B, 1 + C, T, H, W) for an image-to-video model. latents: (B, C, T, H, W), encoded from the
+    result of :func:`first_frames_alone`."""
     mask = torch.zeros_like(latents[:, :1])
     mask[:, :, 0] = 1
     return torch.cat([mask, latents], dim=1)
@@ -231,8 +232,8 @@ def times_of_frames(t: Tensor, given: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ a text encoder of bytes
 #
 # A small text encoder that is trained with the model and needs no download. A caption is encoded as ids (L,) int64:
-# BEGIN, then each UTF-8 byte b as b + 2, then PADDING. Because of the begin token, even the empty caption has a token
-# to attend to. The ids of the empty caption are the null condition of guidance.
+# BEGIN, then b + 2 for each UTF-8 byte b, then PADDING. Thanks to BEGIN, even the empty caption has a token to attend
+# to. The empty caption is guidance's null condition.
 
 PADDING, BEGIN, FIRST_BYTE = 0, 1, 2
 VOCABULARY = FIRST_BYTE + 256
@@ -254,7 +255,7 @@ def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
 
 
 def byte_tokens(captions: list[str]) -> list[int]:
-    """Return the number of tokens of each caption before captions are cut: the begin token and one per UTF-8 byte."""
+    """Return each uncut caption's token count: one for the begin token, and one per UTF-8 byte."""
     return [1 + len(caption.encode("utf-8", errors="replace")) for caption in captions]
 
 
@@ -273,8 +274,8 @@ class BytesBlock(nn.Module):
 
 
 class BytesEncoder(nn.Module):
-    """Encoder of ids (B, L) int64, L <= max_tokens, as a :class:`TextCondition` of the configured width. The pooled
-    vector is the mean over the tokens."""
+    """Text encoder that maps ids (B, L) int64, L <= max_tokens, to a :class:`TextCondition`. The pooled vector is the
+    mean over the tokens."""
 
     positions: Tensor  # (1, max_tokens, width), a table in DiTConfig.tables
 

@@ -1,5 +1,5 @@
-"""The configurations of models. Configurations are stored in checkpoints, and count a model's parameters and FLOPs
-without building the model.
+"""Model configurations. A configuration is stored in checkpoints. It counts the model's parameters and FLOPs without
+building the model.
 """
 
 import functools
@@ -49,9 +49,7 @@ class DiTConfig:
     learn_sigma: bool = True
     text: TextConfig | None = None
     qk_norm: bool = False  # RMSNorm of queries and keys
-    adaln_lora: int | None = (
-        None  # rank of a block's correction of a shared modulation; None for separate modulations of full rank
-    )
+    adaln_lora: int | None = None  # rank of the blocks' modulations; None for full rank
     bias: bool = True  # True for biases in the blocks' linear layers
     positions: str = "sincos"  # sincos, learned or rope
     revision: int = REVISION
@@ -109,7 +107,7 @@ class DiTConfig:
 
     @property
     def shared_modulation(self) -> bool:
-        """True if a block's modulation is a correction added to a modulation that all blocks share."""
+        """True if a block adds its modulation to one that all blocks share."""
         return self.adaln_lora is not None and self.revision >= 2
 
     @property

@@ -75,7 +75,7 @@ class DiT(nn.Module):
         # True to compute modulations inside the blocks. Sharding needs this: a block's weights are present only during
         # its call.
         self.modulate_in_blocks = False
-        # Function from (number of tokens, sizes of their grid) to the sequence's division over ranks; None: one rank.
+        # (token count, grid) -> division of the sequence over ranks; None for one rank
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
         # First block of the route, and first block after the route. The route's blocks process only ``kept`` tokens.
         self.route: tuple[int, int] | None = config.sprint
@@ -144,8 +144,8 @@ class DiT(nn.Module):
         sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
         """Replace torch expressions by kernels or by a parallel strategy; return self. With ``sequence``, ranks divide
-        each sample's tokens. All ranks pass equal arguments and get the complete output. A rank's gradients cover only
-        the rank's tokens and are multiplied by the number of ranks."""
+        each sample's tokens. All ranks pass equal inputs and get the complete output. A rank's gradients come from the
+        rank's tokens only, and are multiplied by the number of ranks."""
         self.sequence = sequence
         for part in (self, *self.blocks, self.final_layer):
             part.ops = ops or BlockOps()
@@ -187,7 +187,7 @@ class DiT(nn.Module):
         and the prediction is the mean over the repeats.
 
         Args:
-            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
+            x: (B, C, H, W) or (B, C, T, H, W) noised latents in any float dtype, or the result of ``with_given``.
             t: (B,) timesteps, or (B, K) to add the embeddings of K timesteps per sample.
             y: (B,) int64 labels; label ``num_classes`` is the null class, if there is one. For a text model a
                 TextCondition, or token ids (B, L) int64 if the model contains the bytes encoder.
@@ -222,8 +222,8 @@ class DiT(nn.Module):
         x: Tensor,
         take: Callable[[Tensor], None],
     ) -> Callable[..., Tensor]:
-        """Return a function with the signature of ``run_blocks`` for these arguments of :meth:`forward`. take: called
-        with the projected tokens if ``aligned``."""
+        """Return a function that runs the blocks like ``run_blocks``, for these arguments of :meth:`forward`. take:
+        called with the projected tokens if ``aligned``."""
         route = self.route if kept is not None or self.fusion is not None else None
         routed = partial(run_routed, kept=kept, fusion=self.fusion, dropped=dropped)
         if not aligned:
@@ -282,9 +282,9 @@ class DiT(nn.Module):
         """Compute the result of :meth:`forward` for x.
 
         Args:
-            modulations: result of the method with this name.
-            positions: result of the method with this name.
+            modulations: result of :meth:`modulations`.
             context: result of :meth:`condition` or :meth:`contexts`.
+            positions: result of :meth:`positions`; None to compute it here.
             run: function with the signature of ``run_blocks``.
         """
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
@@ -294,13 +294,12 @@ class DiT(nn.Module):
         return self._predict(x, modulations, context, positions, run).mean(dim=2, keepdim=True)
 
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
-        """Embed x (B, C, ...) as this rank's input tokens (B, n, D) of the first block. Return the tokens and their
-        grid."""
+        """Embed x (B, C, ...) as this rank's tokens (B, n, D) for the first block. Return the tokens and their grid."""
         return self.embed(x)
 
     def places(self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False) -> tuple[TokenGrid, ...]:
         """Return the token grid for latents of this size, for a pipeline stage that receives embedded tokens. by_frame:
-        True if each frame has a separate time (some subclasses)."""
+        True if each frame has a separate time, in subclasses that support this."""
         sizes = self.config.grid_of(size)
         shards = None if self.sequence is None else self.sequence(math.prod(sizes), sizes)
         positions = self.positions(sizes) if self.config.positions_in_blocks else None

@@ -26,12 +26,12 @@ class Experts:
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
     """Return how many of a sample's ``tokens`` each expert chooses: ceil(capacity * tokens / experts), at most all.
-    Capacity is an exact decimal: 1.1 * 100 / 10 gives 11, but float arithmetic would give 12."""
+    This is computed in decimals: a capacity of 1.1 with 100 tokens and 10 experts gives 11; floats would give 12."""
     return _places(tokens, experts, *_ratio(capacity))
 
 
 def _ratio(capacity: float) -> tuple[int, int]:
-    """Return numerator and denominator of the shortest decimal number that rounds to this float."""
+    """Convert a float to the fraction of its shortest decimal form; return numerator and denominator."""
     return Fraction(repr(float(capacity))).as_integer_ratio()
 
 
@@ -77,7 +77,7 @@ class ExpertMlp(Mlp):
         return torch.bmm(F.gelu(torch.bmm(taken, fc1), approximate="tanh"), fc2)
 
     def routed(self, y: Tensor) -> Tensor:
-        """Return the weighted outputs of this rank's experts for y's tokens, summed over the experts, (B, N, D)."""
+        """Return the weighted sum of this rank's experts' outputs for the tokens y, (B, N, D)."""
         B, N, _ = y.shape
         weight, token = self.choose(self.affinities(y)[..., self.held])
         row = rows_by_expert(token, N)
@@ -136,8 +136,8 @@ def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
 
 
 def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor of ``like``'s shape (B, N, D). Row i of weight * out (M, D) is added to row ``row[i]`` of the
-    flattened result. Sums are accumulated in fp32 or wider; the result has the dtype of ``like``."""
+    """Add row i of weight * out (M, D) to row ``row[i]`` of a zero tensor (B N, D). Sums are accumulated in fp32 or
+    wider. Return the tensor in the shape (B, N, D) and dtype of ``like``."""
     B, N, _ = like.shape
     return _AddRows.apply(out * weight.unsqueeze(-1), row, B * N).view(like.shape).to(like.dtype)
 

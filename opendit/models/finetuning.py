@@ -1,8 +1,10 @@
 """Fine-tuning: LoRA, and training that begins with another model's weights.
 
-LoRA is y = W x + (alpha / rank) B A x with W frozen, for the linear layers of attention and MLPs (Hu et al., "LoRA:
-Low-Rank Adaptation of Large Language Models", 2021). :class:`opendit.models.layers.Projection` adds the LoRA term in
-its product. Parameters have the names that peft uses. opendit/checkpoint/lora.py merges LoRA into the weights.
+LoRA is y = W x + (alpha / rank) B A x with frozen W, for the linear layers of attention and MLPs.
+:class:`opendit.models.layers.Projection` adds LoRA's term. Parameters have the names that peft uses.
+opendit/checkpoint/lora.py merges LoRA into the weights.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021
 """
 
 import dataclasses
@@ -55,7 +57,7 @@ class Lora:
 
 
 class LoraLayer(NamedTuple):
-    """Rank and numbers of features of a linear layer with LoRA."""
+    """The rank and widths of a linear layer with LoRA."""
 
     rank: int
     inputs: int
@@ -125,8 +127,8 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 
 def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
-    """Return the layer as a Projection. A layer of another class is first replaced in the model by a Projection that
-    takes over the parameters."""
+    """Return the layer if it is a Projection. Otherwise replace it in the model by a Projection with its parameters,
+    and return the Projection."""
     if isinstance(layer, Projection):
         return layer
     with on_meta():
@@ -172,7 +174,7 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements."""
+    """The origins of a model's parameters and buffers. The first five fields map names to element counts."""
 
     reused: dict[str, int] = field(default_factory=dict)
     resized: dict[str, int] = field(default_factory=dict)
@@ -240,16 +242,16 @@ def adapt(
     model is not changed and may be on the meta device.
 
     - A tensor of equal name and shape is reused, unless it belongs to another text encoder.
-    - Label table for other classes: rows for classes of equal names are reused, and the null class's row if the file
-      has one. The remaining rows are new (``fresh`` returns a parameter's complete initial values).
+    - Label table for other classes: rows are reused for classes with equal names, and for the null class if the file
+      has it. The other rows are new.
     - Head: the channels of a learned variance are dropped, or added as zeros.
-    - Patch filters: a DiT's filter is spread over the frames of a patch with several frames. Filters for channels of
-      conditioning frames are zeros.
+    - Patch filters: a picture's filter is spread over the frames of a patch. Filters for channels of conditioning
+      frames are zeros.
     - Learned positions are interpolated linearly along each axis. From pictures to clips, rows and columns are reused
       and the table of frames is new. From clips to pictures, the table of frames is left out.
     - Sine-cosine tables are always computed.
 
-    Only tensors that are resized are read from the file.
+    ``fresh`` returns a parameter's initial values. Only resized tensors are read from the file.
     """
     done, config, theirs = Adaptation(), model.config, weights.shapes
     unused = dict.fromkeys(theirs)  # keys in the order of the file
@@ -373,7 +375,7 @@ def _variance(found: DiTConfig, config: DiTConfig) -> str:
 
 
 def _groups(names) -> list[str]:
-    """Return the names of the parameters' modules, each once. All blocks count as one, such as blocks.*.attn."""
+    """Return the names of the parameters' modules, each once. All blocks share one name, such as blocks.*.attn."""
     groups = (re.sub(r"^blocks\.\d+\.", "blocks.*.", name).split(".") for name in names)
     apart = ("blocks", "learned_positions")  # list the children of these modules separately
     return list(dict.fromkeys(".".join(parts[: 3 if parts[0] in apart else 1]) for parts in groups))

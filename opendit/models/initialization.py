@@ -1,8 +1,8 @@
 """Initial values of parameters. Any slice of a parameter can be computed separately.
 
 An element's initial value depends only on the seed, the parameter's canonical name (in checkpoints) and the element's
-index in the flattened canonical tensor. So each rank draws its slices without communication, with the values of a
-single process. Each architecture maps patterns of parameter names to distributions (``DiT.initial_distributions``).
+index in the flattened canonical tensor. So each rank draws its slices without communication, and gets the same values
+as a single process. Each architecture maps parameter names to distributions (``DiT.initial_distributions``).
 
 The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It can compute
 any word of a key's stream separately. The key is a hash of seed and name. NumPy draws the words, because its bit
@@ -119,7 +119,7 @@ class FanInUniform(Uniform):
 
 # Every drawn range begins and ends at a multiple of GRID. Otherwise an element's rounding could depend on the range.
 GRID = 1 << 12
-# number of elements that a thread draws at a time: in 3 ms, holding Python's global lock for about 30 us
+# Number of elements that a thread draws at a time. This takes 3 ms, with Python's global lock for about 30 us.
 CHUNK = 1 << 20
 MAX_THREADS = 16
 BLOCK = 4  # 64-bit words per value of the Philox counter

@@ -20,8 +20,8 @@ TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 
 def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
-    """Return vectors (M, D) in a shape that broadcasts against tokens (B, N, D). sample_of_row: index of each token's
-    vector, (B, N), or (N,) for a pack. None: every sample has one vector, and the result is (B, 1, D)."""
+    """Reshape vectors (M, D) to broadcast against tokens (B, N, D). sample_of_row: index of each token's vector, (B,
+    N), or (N,) for a pack; None if each sample has one vector (M = B)."""
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight: Any = nn.Parameter(torch.ones(dim)) if weight else None
         self.eps: float = eps
-        # The total number of features and, if ranks divide them, the function that sums (..., 1) over the ranks.
+        # If ranks divide the features, ``features`` counts all of them, and ``sum_of_ranks`` sums (..., 1) over ranks.
         self.features = dim
         self.sum_of_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -67,7 +67,7 @@ def residual_rmsnorm_modulate(
 
 
 def in_working_dtype(first: Tensor, *others: "Tensor | StoredWeight | None") -> tuple[Any, ...]:
-    """Cast tensors as autocast casts a linear layer's inputs. None stays None. Use this before matrix products that
+    """Cast tensors to autocast's dtype if autocast is on. None stays None. Use this before matrix products that
     autocast doesn't see, and before sending tensors to other ranks."""
     tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
@@ -88,8 +88,8 @@ class LowRank(NamedTuple):
 
 
 class StoredWeight(ABC):
-    """A frozen weight (out, in) that is stored in another form, such as quantised. Matrix products compute the dense
-    weight on demand. ``shape`` and ``dtype`` describe the dense weight."""
+    """A frozen weight (out, in) in a compact form, for example quantised. Matrix products compute the dense weight on
+    demand. ``shape`` and ``dtype`` describe the dense weight."""
 
     requires_grad: ClassVar[bool] = False
 
@@ -99,7 +99,7 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> "StoredWeight":
-        """Return the weight with dtype ``dtype`` for its dense form."""
+        """Return the same weight, with ``dtype`` as the dense weight's dtype."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -144,7 +144,8 @@ def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tup
 
 
 class LowRankProducts(NamedTuple):
-    """Implementations of LoRA's products. ``output`` computes LoRA's output and its input's gradient."""
+    """Implementations of LoRA's products. ``output`` computes the output, and in the backward pass the input's
+    gradient."""
 
     output: Callable[..., Tensor] = low_rank_product
     gradients: Callable[..., tuple[Tensor, Tensor]] = low_rank_gradients
@@ -193,8 +194,8 @@ def multiply(
     low_rank: LowRank | None = None,
     products: LowRankProducts = TORCH_PRODUCTS,
 ) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in). W includes LoRA's addition to the weight. ``products`` compute
-    this addition."""
+    """Return x W^T + bias (..., out) for x (..., in). With ``low_rank``, W includes LoRA's term. ``products`` compute
+    this term."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     if has_torch_function((x,)):  # x is a kernel's deferred result
@@ -216,9 +217,9 @@ class Factor(nn.Module):
 class Projection(nn.Linear):
     """A linear layer with separate access to product and bias, for fused operations.
 
-    Most kernels use ``product(x)`` and ``bias`` and do not read the weight. So ``product`` may do more than one
-    multiplication, for example sum over ranks or add LoRA's term. A kernel that reads the weight (FP8) is registered
-    with ``takes_projection`` and must also apply ``low_rank``.
+    Most kernels call ``product(x)`` and add ``bias``, but do not read the weight. So ``product`` may also sum over
+    ranks or add LoRA's term. A kernel that reads the weight (FP8) is registered with ``takes_projection`` and must
+    apply ``low_rank``.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **where: Any):
@@ -301,40 +302,38 @@ class Kernel:
     keeps: tuple[str, ...] = ()  # names of the activations saved for the backward pass
     float8: bool = False  # True if the matrix product is in float8
     takes_projection: bool = False  # True if the kernel reads the weight instead of calling ``product``
-    # function of product and bias that computes the operation's remaining steps
+    # computes the operation's remaining steps from product and bias
     after_product: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-# The return type is Any, because type checkers expect a default of the field's type.
+# Returns Any, because type checkers compare a field's default with the field's type.
 def _of_projection(reference: Callable[..., Any] | None) -> Any:
-    """Define a field of ``BlockOps`` for an operation that has a :class:`Projection` among its arguments."""
+    """Define a ``BlockOps`` field for an operation with a :class:`Projection` argument."""
     return field(default=reference, metadata={"projection": True})
 
 
 @dataclass(frozen=True)
 class BlockOps:
-    """The memory-bound operations of a block, and the addition of positions before the first block. By default they are
-    torch expressions; kernels can replace them.
+    """A block's memory-bound operations. The defaults are torch functions; kernels can replace them.
 
     Operations after a linear layer get the layer (:class:`Projection`) instead of its output. A kernel can then add the
     bias and sum the bias's gradient without extra passes over the activations.
 
-    Fields that may be None, or that need an explanation:
+    Some operations:
 
-    - ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)`` computes the residual connection and
-      the norm in one pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
+    - ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)`` returns (h, y), computed in one
+      pass, with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
     - ``residual_layernorm_modulate(x, shift, scale)`` returns (x, layernorm_modulate(x, shift, scale)).
-    - The two operations with ``rmsnorm`` in their names use an RMSNorm instead, the argument before ``shift``.
+    - The two operations named ``rmsnorm`` use an RMSNorm instead of LN. The norm is the argument before ``shift``.
     - ``join_heads(streams)`` gets (q, k, v, q_norm, k_norm, table) for every stream of a joint sequence. It normalises
       and rotates q and k like ``normalise_rotate``, and returns q, k and v (B, N, H, d) of all tokens.
     - ``pack_heads(q, k, v, q_norm, k_norm, table, across, parts)`` gets q, k and v (B, N, H, d). It normalises and
-      rotates q and k like ``normalise_rotate``, and returns (parts, B, N, 3, H / parts, d), with consecutive heads in
-      each part.
+      rotates q and k like ``normalise_rotate``, and returns (parts, B, N, 3, H / parts, d). A part holds consecutive
+      heads.
     - ``swiglu`` gets the linear layer's output.
 
-    Every operation with a shift, a scale or a gate (B, D) accepts one more tensor as its last argument,
-    ``sample_of_row`` (see :func:`over_rows`). Blocks pass ``*of_rows``. It is empty unless the tokens are a pack or
-    samples have several modulation vectors.
+    Operations with a shift, scale or gate (B, D) accept ``sample_of_row`` (see :func:`over_rows`) as an optional last
+    argument.
     """
 
     layernorm_modulate: Callable[..., Tensor] = layernorm_modulate
@@ -355,7 +354,7 @@ class BlockOps:
 
     @classmethod
     def names(cls, projection: bool = False) -> list[str]:
-        """Return the names of all operations. projection: True for only those with a :class:`Projection` as an
+        """Return the operations' names. projection: True for only the operations with a :class:`Projection`
         argument."""
         operations = [item for item in fields(cls) if item.name != "kernels"]
         return [item.name for item in operations if item.metadata or not projection]
@@ -425,14 +424,14 @@ class Options:
         bias: True for biases in linear layers.
         qk_norm: True to normalise queries and keys.
         adaln_lora: Rank of the modulation's weights; None for full rank.
-        shared_modulation: True if a block's modulation is a correction added to a modulation that all blocks share.
-        qk_across: True if queries and keys are normalised over all channels instead of one head's.
+        shared_modulation: True if a block adds its modulation to one that all blocks share.
+        qk_across: True to normalise queries and keys over the channels of all heads together.
         qk_eps: Epsilon of the norms of queries and keys.
         attends_padding: True if cross-attention also attends to the caption's padding.
         operations_across: True to run cross-attention's layers on media tokens through ``BlockOps``, for example in
             FP8.
-        pictures: True if cross-attention has a separate key and value projection for a picture's tokens. They precede
-            the caption's tokens.
+        pictures: True if cross-attention has a separate key and value projection for a picture's tokens. Picture tokens
+            precede caption tokens.
         halves: True if rotary positions rotate the channel pairs (i, i + d / 2) instead of (2 i, 2 i + 1).
     """
 
@@ -452,8 +451,8 @@ PLAIN = Options()
 
 
 class _Modulation(nn.Sequential):
-    """Layers of a modulation. In training, a single sample is padded to eight rows with zeros. From one row, cuBLAS
-    computes a weight gradient slowly: forward and backward pass take 171 us, padded 125 us (width 3072, H200)."""
+    """Layers of a modulation. In training, a single sample is padded to eight rows with zeros, because cuBLAS computes
+    a weight gradient from one row slowly (forward and backward pass: 171 us, padded 125 us; width 3072, H200)."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         if len(c) != 1 or not torch.is_grad_enabled():
@@ -464,16 +463,16 @@ class _Modulation(nn.Sequential):
 
 
 class BranchModulations(nn.ModuleList):
-    """A block's modulation with one low-rank correction for each branch i: shared + B_i A_i SiLU(c), concatenated over
-    the branches (Cosmos). shared: (B, n), one modulation for all branches of all blocks."""
+    """A block's modulation in Cosmos: shared + B_i A_i SiLU(c) for each branch i, concatenated over the branches.
+    ``shared`` (B, n) is the same for all branches and blocks."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         return torch.cat([branch(c, shared) for branch in self], dim=1)
 
 
 class TableModulation(nn.Module):
-    """A block's modulation: the modulation that all blocks share, plus a learned table (PixArt-alpha's adaLN-single,
-    Chen et al. 2024, sec. 2.3)."""
+    """A block's modulation: a modulation that all blocks share, plus the block's learned table (PixArt-alpha's
+    adaLN-single, Chen et al. 2024, sec. 2.3)."""
 
     def __init__(self, dim: int, chunks: int):
         super().__init__()
@@ -548,7 +547,7 @@ class PatchEmbed(nn.Module):
     are embedded frame by frame.
 
     Args:
-        given: number of additional channels after ``in_channels``; zeros if the input lacks them.
+        given: number of channels after the first ``in_channels``. If the input lacks them, they are zero.
         bottleneck: width between two projections (JiT; Li & He 2025, sec. 4); None for a single projection.
     """
 

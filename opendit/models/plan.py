@@ -55,8 +55,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Heads:
-    """A :class:`Column` rule that never splits an attention head between ranks. A query head is on the rank of the key
-    and value heads that it uses.
+    """A :class:`Column` rule that never splits an attention head between ranks. A query head is on the same rank as its
+    key and value head.
 
     Attributes:
         heads: Number of heads in each concatenated section: (H, K, K) for a fused qkv projection with H query heads and
@@ -143,7 +143,7 @@ class FlopTerm:
 
     part: str
     flops: Callable[[OwnConfig], int]
-    # "block" for a layer in every block; otherwise the pipeline stages that compute the layer once
+    # "block" for a layer in every block; otherwise the pipeline stages that compute the layer
     place: Literal["block", "first", "last", "every"] = "block"
     keys: Callable[[OwnConfig], int] | None = None  # for attention, keys per query; they determine the kernel's speed
 
@@ -160,19 +160,19 @@ class Plan:
     """The parallelism that an architecture supports, and the costs of its models.
 
     Attributes:
-        rules: Function from a configuration to pattern -> rule. Every parameter's name matches exactly one pattern:
-            ``*`` matches one name between dots, and ``**`` one or more. A pattern may match no parameter.
-        divisible: Function from a configuration to numbers that a parallel group's size must divide: group ("tp", "ep")
-            -> description -> number. Missing groups are not supported.
+        rules: Function that returns pattern -> rule. Every parameter's name matches exactly one pattern: ``*`` matches
+            one name between dots, and ``**`` one or more. A pattern may match no parameter.
+        divisible: Function that returns the numbers that a parallel group's size must divide, as group ("tp", "ep") ->
+            description -> number. Missing groups are not supported.
         memory: Terms of the memory that a block keeps for the backward pass.
         backward: Function that returns a block's peak of additional memory in the backward pass, in ``Kept.units``.
         flops: Terms of the FLOPs.
         stages: Points where a pipeline may cut the model.
-        projections: Function from a configuration to pattern of modules -> operations (fields of BlockOps) with the
-            module as their projection. Only these operations read the weights.
-        units: Patterns of modules that are shard units: the parameters of a unit are gathered and freed at once. The
-            remaining modules form one more unit. A block's modulation belongs to the block's unit, because a separate
-            unit would make the backward pass wait for the block's reduction.
+        projections: Function that returns module pattern -> operations (fields of BlockOps) that get the module. Only
+            these operations read the module's weights.
+        units: Patterns of modules that are shard units. A unit's parameters are gathered and freed at once. The
+            remaining modules form one more unit. A block's modulation belongs to the block's unit: a separate unit
+            would make the backward pass wait for the block's reduction.
     """
 
     rules: Callable[[OwnConfig], dict[str, Rule]]
@@ -201,8 +201,7 @@ class Plan:
         return config.depth * self.flops_at(config, "block") + outside
 
     def flops_at(self, config: DiTConfig, place: str) -> int:
-        """Return the sum of the FLOP terms with this place: "block" for one block; "first", "last" or "every" for
-        modules outside of the blocks on these pipeline stages."""
+        """Return the FLOPs of all terms with this place (see :class:`FlopTerm`). "block" counts one block."""
         return sum(term.flops(config) for term in self.flops if term.place == place)
 
 
@@ -211,7 +210,7 @@ class Plan:
 
 def rules(config: DiTConfig) -> dict[str, Rule]:
     """Return the rules of all parameters. Layers that process one vector per sample are replicated, because dividing
-    them would cost a collective and save little. Only the modulations are divided, because they have many weights."""
+    them would cost a collective and save little. Modulations are divided, because they have many weights."""
     found: dict[str, Rule] = {
         "x_embedder.*.*": Replicated(),
         **({} if config.alignment is None else {"projector.layers.*.*": Replicated()}),
@@ -391,9 +390,9 @@ def _experts(config: DiTConfig, execution: Execution) -> Kept:
     return Kept(units=experts.capacity * (2 + 2 * experts.hidden / config.hidden_size) + 1)
 
 
-# A block's peak of additional memory in the backward pass, in units (see Kept), by level of --recompute. The peak is in
-# fc2's backward pass: dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units, and fc2's output (1
-# unit) is freed. Recomputation adds GELU's output (4 units), or also fc1's output and input (4 + 1 units).
+# Level of --recompute -> a block's peak of additional memory in the backward pass, in units (see Kept). The peak is in
+# fc2's backward pass. It adds dout (1), gate * dout (1) and the gradient of GELU's output (4), and frees fc2's output
+# (1). Recomputation adds GELU's output (4), or also fc1's output and input (4 + 1).
 BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
 

@@ -134,7 +134,7 @@ class LearnedPositions(nn.Module):
         self.axes: nn.ModuleList = nn.ModuleList(nn.Embedding(size, dim) for size in sizes)
 
     def forward(self, coordinates: Tensor) -> Tensor:
-        """Return the positions (N, D), in the weights' dtype, of coordinates (N, axes) int64 below ``sizes``."""
+        """Return the positions (N, D) in the weights' dtype. coordinates: (N, axes) int64, each below its size."""
         return cast(Tensor, sum(table(at) for table, at in zip(self.axes, coordinates.unbind(1), strict=True)))
 
 

@@ -59,7 +59,7 @@ class Segments:
         return cls(tuple((f, r, c) for f, r, c in whole_grids), tokens, repeated if any(repeated) else ())
 
     def of_kept(self, tokens: int) -> "Segments":
-        """Return the segments for only the kept tokens, padded to at least ``tokens`` tokens."""
+        """Return the segments of a pack with only the kept tokens, padded to at least ``tokens`` tokens."""
         return Segments(tuple((1, 1, count) for count in self.kept), max(tokens, sum(self.kept)))
 
     @cached_property
@@ -120,8 +120,8 @@ class PlacedSegments:
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
-        """Return the offsets of ``count`` segments, starting with number ``segment``, and the last segment's end:
-        (count + 1,) int32. The first offset is 0."""
+        """Return the offsets of ``count`` segments from number ``segment`` on, and the last segment's end: (count + 1,)
+        int32. The first offset is 0."""
         made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer asks for these offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
@@ -306,7 +306,7 @@ def segment_cross_attention(
 
 
 class _Reordered(torch.autograd.Function):
-    """x.index_select(dim, order) for a permutation, with a faster backward pass: it permutes back instead of adding."""
+    """x.index_select(dim, order) for a permutation, with a faster backward pass that permutes instead of adding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:

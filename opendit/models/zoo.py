@@ -132,8 +132,9 @@ def model_config(
 
 
 def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
-    """Return the ratio with which an MLP of kind ``mlp`` has about as many weights as the default MLP with ``ratio``.
-    SwiGLU has three matrices and GELU has two (Shazeer 2020). The hidden width is rounded up to a multiple of 64."""
+    """Return an ``mlp_ratio`` for the MLP ``mlp``, so that the number of weights is about the same as for the other MLP
+    with ``ratio``. SwiGLU has three matrices and GELU has two (Shazeer 2020). The hidden width is rounded up to a
+    multiple of 64."""
     hidden = ratio * width * (2 / 3 if mlp == "swiglu" else 3 / 2)
     return 64 * math.ceil(hidden / 64 - 1e-9) / width
 
@@ -154,9 +155,9 @@ def config_from_dict(values: dict[str, Any]) -> DiTConfig:
 
 
 def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
-    """Build the network of a configuration on torch's default device, with the initial weights for ``seed``. If
-    ``seed`` is None, torch's generator draws a seed. On the meta device, weights have no values. Raises ValueError for
-    a configuration that can't be built."""
+    """Build a network on torch's default device, with the initial weights for ``seed``. If ``seed`` is None, torch's
+    generator draws a seed. On the meta device, weights have no values. Raises ValueError for a configuration that can't
+    be built."""
     if seed is None:
         return _classes(config.kind).model(config)
     model = empty_model(config)
@@ -166,9 +167,8 @@ def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
 
 
 def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
-    """Build the network of a configuration on torch's default device, with its fixed tables. The caller must set the
-    parameters. parameters: False to leave the parameters on the meta device. Raises ValueError for a configuration that
-    can't be built."""
+    """Build a network on torch's default device, with its fixed tables. The caller must set the parameters. parameters:
+    False to leave the parameters on the meta device. Raises ValueError for a configuration that can't be built."""
     device = torch.get_default_device()
     with on_meta():
         model = _classes(config.kind).model(config)

@@ -60,8 +60,8 @@ class NetworkSpec:
         shared: Number of modulation vectors shared by all blocks; 0 for none.
         final: Names of the final layer's modulation vectors, in order.
         final_table: True if the final layer's modulation is a learned table plus the time's embedding.
-        final_rank: Rank of the final layer's modulation, a correction of the first ``shared`` vectors; None for a
-            full-rank modulation instead of a correction.
+        final_rank: Rank of the final layer's correction to the shared modulation; None for a separate, full-rank
+            modulation.
         table: (side, unit) of a sine-cosine table of ``side`` x ``side`` patches with positions from 0 to ``unit``;
             None without a table. A picture uses the positions in the middle.
         media_multiple: Media are padded with learned tokens to a multiple of this number.
@@ -109,9 +109,9 @@ class NetworkSpec:
 
 @dataclass(frozen=True)
 class Match:
-    """A correspondence of weights: OpenDiT's weights ``ours`` equal the published weights ``theirs``, if both are
-    concatenated along ``dim``. For example, one qkv weight matches three published weights. ``*`` in names is replaced
-    by each number in ``blocks``. offset: OpenDiT's block number minus the published number."""
+    """A correspondence of weights: OpenDiT's weights ``ours``, concatenated along ``dim``, equal the concatenated
+    published weights ``theirs``. For example, one qkv weight matches three published weights. ``*`` in names is
+    replaced by each number in ``blocks``. offset: OpenDiT's block number minus the published number."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -143,10 +143,11 @@ def layers(
     blocks: range | None = None,
     offset: int = 0,
 ) -> list[Match]:
-    """Match all parameters (``kinds``) of layers.
+    """Match the parameters of layers.
 
     Args:
         names: OpenDiT's name -> published name, or several names to concatenate along dimension 0.
+        kinds: parameters of each layer.
         ours, theirs: prefixes of all names.
         blocks, offset: see :class:`Match`.
     """
@@ -170,7 +171,7 @@ class Text:
             zeros instead of these outputs. "remove": padding is removed; between prompts of unequal length, it is
             masked or replaced by learned tokens.
         pooled: True if there is a pooled vector in addition to the tokens.
-        beside: How many of the ``tokens`` come from other encoders. These tokens come first.
+        beside: Number of tokens that come from other encoders. These tokens come first and are included in ``tokens``.
     """
 
     tokens: int
@@ -247,7 +248,7 @@ class Family:
         name: Name of the family.
         network: Name of the network's class in diffusers, the ``_class_name`` of ``config.json``.
         pipelines: Pipeline classes of diffusers that use this network; the first is the default.
-        components: Name of each component that is used -> (library, class), as required in ``model_index.json``.
+        components: Name of a component -> (library, class), as required in ``model_index.json``.
         layout: Function that builds the network's specification from the values of ``config.json``. Raises ValueError
             for values that do not belong to this family.
         names: Function from a network's specification to the matches of all weights.
@@ -260,16 +261,14 @@ class Family:
             scheduler.
         constants: Names of published tensors that are not weights. OpenDiT computes and exports these.
         image_size: Default side in pixels, or (height, width).
-        license: License of the published weights, as the hub spells it.
         license: License of the published weights, in the hub's spelling.
-        original: Name of a layer in the authors' code -> the published layers that it joins (rows). LoRA files of
-            ComfyUI and kohya's trainers use the authors' names. ``*`` is replaced by a block's number. Layers that are
-            missing here have the published name in both.
-        exchanged: Layers of ``original`` with swapped halves of rows.
+        original: The authors' layer name -> the published layers that hold its rows. LoRA files of ComfyUI and kohya's
+            trainers use the authors' names. ``*`` stands for a block's number. Layers with equal names are missing.
+        exchanged: Layers of ``original`` with the two halves of the rows swapped.
         comfyui: Naming scheme of ComfyUI's LoRA files: "original", or "published" with separate q, k and v.
         loadable: Formats of LoRA files that ``load_lora_weights`` of diffusers' pipeline reads.
-        architecture: Name of the model in the metadata of a LoRA file.
-        variants: Models of other sizes.
+        architecture: Name of the model in a LoRA file's metadata.
+        variants: Variants with other settings, such as larger pictures.
         distilled: Default steps and guidance scale of folders with ``is_distilled`` in ``model_index.json``.
         when: Values of ``config.json`` that distinguish the family from another one with this network class.
         shift: Source of the shift of the sampling times: "scheduler" (the folder's), or "empirical" (FLUX.2's formula).

@@ -1,5 +1,5 @@
 """Cosmos-Predict2, text to image (NVIDIA 2025): blocks with self-attention, attention to the caption, and MLP. Each
-branch has a low-rank correction of a shared modulation. Rotary positions rotate channels i and i + d / 2 of a head."""
+branch adds a low-rank term to a shared modulation. Rotary positions rotate channels i and i + d / 2 of a head."""
 
 from collections.abc import Mapping
 from dataclasses import replace

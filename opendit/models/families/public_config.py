@@ -452,11 +452,11 @@ def _last(config: PublicConfig) -> int:
 
 
 def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
-    """Return the memory that a block keeps for the backward pass: of ``execution.block``, or averaged over the stack.
+    """Return the memory that the block ``execution.block`` keeps for the backward pass; None for the blocks' mean.
 
-    A block keeps the input and the results of norms, projections, rotations, attention, activation and branches. In
-    FP8, inputs of linear layers take half the memory, but weights and attention's output are kept in FP8, too. Branch
-    outputs are needed only for gradients of gates and of norms after a branch.
+    A block keeps its input and the results of norms, projections, rotations, attention, activation and branches. With
+    FP8, inputs of linear layers take half the memory; FP8 copies of the weights and of attention's output are added. A
+    branch's output is kept only for the gradient of a gate or of a norm after the branch.
     """
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
