@@ -1,16 +1,16 @@
 """An optimizer step in one pass over memory: AdamW on fp32 masters, averages of the masters (EMA), and working weights.
 
-Working weights are copies of the masters in the forward pass's dtype. With one average and bf16 gradients and weights,
-a ZeRO step moves 36 bytes per parameter, half as many as separate operations. The gradients' norm, the clipping factor
-and the decision to skip the step stay on the device, so the host never waits.
+Working weights are copies of the masters in the forward pass's dtype. A ZeRO step with one average and bf16 weights
+moves 36 bytes per parameter, half as many as separate operations. The gradients' norm, the clipping factor and the
+decision to skip the step stay on the device, so the host never waits.
 
     step = FusedStep(masters, exp_avgs, exp_avg_sqs, working, count=count)
     total = step.square_sum(gradients)                            # several ranks add up their totals here
     norm, finite = step.decide(total, scale=loss_scale, clip=1.0)
     step.update(lr=1e-4, weight_decay=0.0)
 
-Muon updates tensors without second moments. Between ``decide`` and ``update``, :meth:`FusedStep.momentum` and
-opendit.parallel.muon replace the gradient of such a tensor by its update direction.
+Muon updates the tensors without second moments. Between ``decide`` and ``update``, :meth:`FusedStep.momentum` and
+opendit.parallel.muon replace their gradients by update directions.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,7 +100,7 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
         exp_avg = momentum * exp_avg + (1 - momentum) * g
         gradient = ((1 - momentum) * g + momentum * exp_avg) / coefficient
 
-    The division restores the gradient's scale. Muon needs only the gradient's direction.
+    The division restores the gradient's scale. Muon uses only the direction.
     """
     own = coefficient * gradient.float()
     exp_avg.lerp_(own, 1.0 - momentum)
@@ -347,11 +347,11 @@ class FusedStep:
         self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
-        """Let later steps also compute average += (1 - decay) * (master - average), unless a step is skipped.
+        """Let later steps also compute average += (1 - decay) * (master - average). Skipped steps do not.
 
         Args:
-            averages: for each average, its fp32 tensors, in the masters' sizes and order. May be empty despite decays,
-                if :class:`opendit.kernels.averages.SeparateAverages` updates the averages.
+            averages: for each average, its fp32 tensors, in the masters' sizes and order. Empty if
+                :class:`opendit.kernels.averages.SeparateAverages` updates the averages.
             decays: function from the number of updates so far (0-dim, on the device) to the decays (K,), float64 on the
                 device. The function must not wait for the device.
             updates: 0-dim tensor on the device that counts updates; changed in place.
@@ -362,7 +362,7 @@ class FusedStep:
     @torch.no_grad()
     def square_sum(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return the sum of the squared gradients that this rank counts (``counted``), 0-dim float64 on the device. The
-        result's bits are the same in every run, because the summation order is fixed.
+        summation order is fixed, so every run gives the same bits.
 
         Args:
             gradients: for each master, a gradient of its size or None; all bf16, all fp16 or all fp32. This object
@@ -393,8 +393,7 @@ class FusedStep:
 
     @torch.no_grad()
     def decide(self, square_sum: Tensor, *, scale: Tensor | float = 1.0, clip: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Decide on the device whether to skip the step, compute the step's factors, and count the step unless
-        skipped.
+        """Decide on the device whether to skip the step. Compute the step's factors, and count the step unless skipped.
 
         Args:
             square_sum: sum of the squared gradients of all ranks.

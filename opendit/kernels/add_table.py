@@ -1,8 +1,7 @@
 """Add position embeddings: y = x + table, x (B, N, D), table (N, D) without gradient.
 
 The sum is computed in fp32 and rounded once, to x's dtype. A program reads each table value once for several samples.
-torch's kernel for two dtypes takes four times as long as the memory traffic. The backward pass needs no kernel: dx =
-dy.
+torch's kernel for two dtypes takes four times as long as the memory traffic. The backward pass is dx = dy.
 """
 
 import torch

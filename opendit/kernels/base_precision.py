@@ -6,10 +6,10 @@
            app. E)
 
 Each row of a weight (out, in) is stored as bytes: codes, then fp32 scales, both padded to a multiple of ROW bytes.
-FSDP2 shards by rows, so stored bytes are sharded correctly. All other code sees a tensor (out, bytes / itemsize) of the
-run's precision. Copies, gathers and casts to this precision preserve the bytes.
+FSDP2 shards by rows, so it never splits a row. Other code sees a tensor (out, bytes / itemsize) of the run's precision.
+Copies, gathers and casts to this precision preserve the bytes.
 
-Values don't depend on how ranks shard a weight. For fp8's scale, the ranks take the maximum over all ranks.
+Values don't depend on the sharding, because fp8's scale follows from the maximum over all ranks.
 """
 
 import functools
@@ -201,9 +201,9 @@ class BaseLayer(nn.Linear):
 
     @torch.no_grad()
     def store(self, part: Tensor, values: Tensor, maximum: Callable[[Tensor], Tensor]) -> None:
-        """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter.
+        """Quantise ``values`` (n, in), this rank's rows of the weight, into ``part`` (n, row_bytes / itemsize).
 
-        maximum: for fp8, function that returns a number's maximum over all ranks with rows of the weight.
+        maximum: function that returns a number's maximum over all ranks with rows of the weight (for fp8).
         """
         values = values.to(part.dtype)
         if self.kind == "fp8":
@@ -236,7 +236,7 @@ def store_base(
     device: torch.device,
     chosen: Callable[[str, tuple[int, ...]], bool] = is_stored,
 ) -> None:
-    """Give frozen linear layers of ``model`` weights in fewer bits, on the meta device and without values yet.
+    """Turn frozen linear layers of ``model`` into :class:`BaseLayer`. Their weights are on the meta device at first.
 
     Args:
         kind: fp8, int8 or nf4.

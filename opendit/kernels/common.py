@@ -1,13 +1,12 @@
 """Shared code of fused operations: availability of kernels, launch shapes, row chunks, per-sample sums, and checks.
 
-A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In the (B, N, D) form, all rows of a
-chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and ``sample_of_row`` (rows,),
-non-decreasing, has the sample of each row. Program p processes rows [p * chunk, (p + 1) * chunk), sample by sample.
+A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. There are two forms of x. In the
+(B, N, D) form, all rows of a chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and
+``sample_of_row`` (rows,) is each row's sample, in non-decreasing order. A chunk may then have rows of several samples.
 
-Gradients of shift, scale and gate are sums over a sample's rows. Each program adds its rows of a sample in row order
-and writes the fp32 sum to a slot: slot p in the (B, N, D) form, p + sample in the packed form (rows / chunk + B slots).
-``finish_sums`` adds a sample's slots, and ``finish_total`` adds all slots, for a bias's gradient. Both add in slot
-order, without atomics, so two runs give the same bits.
+Gradients of shift, scale and gate are sums over a sample's rows. Program p adds a sample's rows in its chunk, and
+writes the fp32 sum to slot p, or to slot p + sample in the packed form. Then ``finish_sums`` adds each sample's slots.
+``finish_total`` adds all slots, for a bias's gradient. The order is fixed, so two runs give the same bits.
 """
 
 import contextlib
@@ -75,7 +74,7 @@ def pretended(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def missing(feature: str, device: torch.device | str | None = None) -> str | None:
-    """Return why the GPU can't, or should not, use this feature of :data:`FEATURES`; None if the GPU can use it."""
+    """Return the reason why a GPU does not use this feature (see :data:`FEATURES`); None if it does."""
     known, found = FEATURES[feature], compute_capability(device)
     if found >= known.oldest and (known.newest is None or found <= known.newest):
         return None
@@ -119,8 +118,8 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_width(width: int) -> int:
-    """Return the number of columns per program, for kernels without sums along a row. 128 divides the widths of every
-    DiT. In half precision, 16 lanes with 16 bytes each read 128 columns."""
+    """Return the number of columns per program, for kernels without sums along a row. It is 128 at most: 128 divides
+    the widths of every DiT, and 16 lanes read 128 columns in half precision with 16 bytes each."""
     return min(128, next_power_of_2(width))
 
 
@@ -317,8 +316,8 @@ class Rows:
         _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
-        """Allocate fp32 slots for a sum over all samples. In the packed form some slots stay unused, so all are
-        zero."""
+        """Allocate fp32 slots for a sum over all samples. They are zero in the packed form, because some stay
+        unused."""
         make = torch.zeros if self.packed else torch.empty
         slots = self.programs + (self.samples if self.packed else 0)
         return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)
@@ -350,7 +349,7 @@ def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def no_sums(other: Tensor, count: int) -> list[Tensor]:
-    """Return ``count`` empty tensors for gradients that nothing needs, because an operator must return tensors."""
+    """Return ``count`` empty tensors for unneeded gradients, because an operator must return tensors."""
     return [other.new_empty(0) for _ in range(count)]
 
 
@@ -365,7 +364,7 @@ def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Ten
 
 
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return ``tensor``, or if it is None, ``other`` as a pointer argument that the kernel doesn't read."""
+    """Return ``tensor``; if it is None, return ``other`` as a placeholder that the kernel doesn't read."""
     return other if tensor is None else tensor
 
 

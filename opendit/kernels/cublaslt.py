@@ -212,9 +212,9 @@ class FastestProducts:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
         """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
-        torchs: torch's call, with GELU if ``gelu`` is true. It computes the product if no proposal is faster or
+        torchs: torch's call, with GELU if ``gelu`` is true. torch computes the product if no proposal is faster or
         allowed. Proposals need aligned operands in bf16 or fp16. They are not allowed with gradients, under
-        torch.compile, and for new shapes during a CUDA graph capture.
+        torch.compile, or for new shapes during a CUDA graph capture.
         """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):

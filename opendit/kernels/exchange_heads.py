@@ -1,10 +1,11 @@
 """Redistribute activations between P GPUs for sequence parallelism, from tokens to heads and back.
 
 A kernel reads or writes the memory of all GPUs directly, in one pass over the links, without packing or collectives.
+Each rank has its activations in two layouts:
 
-Each rank has *rows* (B, n, S, H, d), in memory that all ranks can address: n of the N tokens, with all H heads. S is 3
-for q, k and v, and 1 for the attention output. Each rank also has *heads*: S tensors (B, h, N, d) with all tokens and h
-<= H / P of the heads.
+    rows    (B, n, S, H, d): n of the N tokens, with all H heads. S is 3 for q, k and v, and 1 for the attention output.
+            All ranks can address this memory.
+    heads   S tensors (B, h, N, d): all N tokens, with h <= H / P heads
 
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
 
@@ -100,7 +101,8 @@ def exchange_heads(
         rank: this rank. The kernel visits the ranks in order, beginning with the next rank and ending with this rank.
         first: index of the first head of ``heads`` among all H heads.
         own: True to exchange only between this rank's rows and heads.
-        offset: bytes from the addresses to the rows; a multiple of 16 if a head's d values take a multiple of 16 bytes.
+        offset: bytes from the addresses to the rows. If a head's d values take a multiple of 16 bytes, ``offset`` must
+            be a multiple of 16, too.
 
     Raises:
         ValueError: shapes or layouts don't fit.
@@ -144,7 +146,7 @@ def _send_rows_kernel(
 
 
 def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
-    """Copy this rank's rows to the ranks' heads (S = 1). Each rank gets its heads.
+    """Copy this rank's rows to the heads of all ranks (S = 1).
 
     Args:
         rows: (B, n, H, d), contiguous.

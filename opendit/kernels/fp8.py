@@ -1,17 +1,17 @@
 """Tensors in float8 for ``torch._scaled_mm``: scales, casts, weights, transposed copies, and products.
 
 Formats are from Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights, e5m2 for
-gradients. A tensor has one scale in training; in sampling, a row has one. Scales are powers of two, computed from
-current values:
+gradients. In training, a tensor has one scale; in sampling, each row of an activation has one. Scales are powers of
+two, computed from current values:
 
-- The scale of a weight follows from its largest absolute value (amax).
+- A weight's scale follows from its largest absolute value (amax).
 - The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so |y| <= sqrt(D) (1 + max|scale|) +
   max|shift|. A bound above the amax costs no precision, only range at the lower end, and e4m3 covers 18 powers of two.
 - Every other scale follows from the amax of some 4 million values, spread evenly over tokens and columns, times a
   margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number.
 
-Kernels need the scale before they write a tensor, so an exact amax would cost a pass over memory. Delayed scaling, with
-the amax of earlier steps, would add state to checkpoints.
+Kernels need the scale before they write a tensor, so an exact amax would cost a pass over memory. Delayed scaling (the
+amax of earlier steps) would add state to checkpoints.
 """
 
 import functools
@@ -167,12 +167,12 @@ def sample_step(runs: int, blocks: int) -> int:
 
 
 def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, normalized: bool = False) -> Tensor:
-    """Return partial maxima of the absolute values of one to three tensors (..., D) with one shape, for float8_factor.
+    """Return partial maxima of |x| for one to three tensors x (..., D) of equal shape, as ``float8_factor`` expects.
 
     The result is fp32, with up to PARTIALS elements. Its maximum is the amax of all values, or of a sample.
 
     Args:
-        bias: (D,); return upper bounds of |GELU(x + bias)|, not maxima of |x|.
+        bias: (D,), to return upper bounds of |GELU(x + bias)| instead.
         exact: read all values instead of a sample.
         normalized: the tensors are shift and scale (B, D); return a bound of LN(x) * (1 + scale) + shift.
     """
@@ -307,8 +307,8 @@ def rows_in_float8(
 class Float8Weight(Tensor):
     """A weight (out, in) that is in memory only as ``float8``.
 
-    Autograd, and code that reads shape, device or dtype, sees a tensor of ``dtype``. The gradient has this dtype, too.
-    Operations that support the class (:func:`weight_in_float8`) read ``float8``; others raise RuntimeError.
+    For autograd, and for code that reads shape, device or dtype, it is a tensor of ``dtype``. Operations that support
+    the class (:func:`weight_in_float8`) read ``float8``; others raise RuntimeError.
     """
 
     float8: Float8

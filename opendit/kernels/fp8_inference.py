@@ -28,7 +28,7 @@ from opendit.models.layers import Projection, RMSNorm
 # only one tile size, and small products leave most of the GPU idle. fc2 of DiT-XL/2 on an H200, with and without row
 # scales: 15.0 and 8.6 us for 512 rows, 40.4 and 31.5 for 4,096, 289 and 304 for 32,768.
 TILES = 1024
-# Smallest product, in rows times output columns, with a cast activation. A cast costs one more pass over the
+# An activation is cast only if rows times output columns reach this number. A cast costs one more pass over the
 # activation, and saves time in proportion to the output columns. Smaller products run in their input's dtype.
 CAST_FROM = 8192 * 1152
 

@@ -4,8 +4,8 @@
     amax = quantizer.amax()          # with several ranks, take the maximum over the ranks
     quantizer.quantize(amax)
 
-The result has the same bits as rounding a weight to the forward pass's precision, gathering its shards, and calling
-:func:`opendit.kernels.fp8.cast`.
+A weight is first rounded to the forward pass's precision. The result equals :func:`opendit.kernels.fp8.cast` of the
+complete weight bit for bit.
 """
 
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class ShardQuantizer:
     """Casts a rank's shards to float8.
 
     Args:
-        shards: this rank's shards, including empty ones, in the same order on all ranks; fp32, contiguous.
+        shards: this rank's shards, including empty ones; fp32, contiguous. All ranks pass the weights in one order.
         targets: memory for each shard's result, uint8, contiguous, at least as large as the shard.
         rounded: precision of the forward pass. Values are first rounded to this precision.
 

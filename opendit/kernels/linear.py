@@ -1,7 +1,7 @@
 """Products of linear layers: W's gradient by the faster product, and GELU in a product's epilogue.
 
-dW (out, in) is dy^T x, or the transpose of x^T dy. cuBLAS computes x^T dy faster if out < in, and dy^T x faster if out
-> in. For in = 4608, out = 1152 and 32,768 rows in bf16, x^T dy and a transpose take 490 us, and dy^T x 598 us (H200).
+dW (out, in) is dy^T x, or the transpose of x^T dy. If out < in, cuBLAS computes x^T dy faster. For in = 4608, out =
+1152 and 32,768 rows in bf16, x^T dy and a transpose take 490 us, and dy^T x 598 us (H200).
 """
 
 from typing import Any

@@ -1,8 +1,11 @@
-"""LoRA's products: y = x W^T + scale * (x a^T) b^T, with the thin product x a^T (M, r), and its gradients.
+"""LoRA's products: y = x W^T + scale * (x a^T) b^T, and the gradients. x a^T (M, r) is called the thin product.
 
-Memory accesses limit products with r columns or rows. :func:`low_rank_gradients` reads dy once for both gradients.
-:func:`low_rank_product` adds the thin term to the wide product's sums before these are written. Beside a wide product
-in float8, :func:`thin_product` and :func:`thin_gradient` read x in float8, and :func:`add_low_rank` adds the thin term.
+Memory bandwidth limits products with r columns or rows, so the kernels read and write less:
+
+- :func:`low_rank_gradients` reads dy once for both gradients.
+- :func:`low_rank_product` adds LoRA's term before the wide product is written.
+- If the wide product is in float8, :func:`thin_product` and :func:`thin_gradient` read x in float8. Then
+  :func:`add_low_rank` adds LoRA's term.
 """
 
 from typing import Any
@@ -91,10 +94,10 @@ def _takes(x: Tensor, factor: Tensor, rank: int) -> bool:
 
 
 def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return dthin = scale * dy b (M, r) and db = scale * dy^T thin (O, r), in the dtypes of dy and b.
+    """Return the gradients of thin (M, r) and b (O, r) in y = x W^T + scale * thin b^T, with thin = x a^T.
 
-    These are LoRA's gradients: y = x W^T + scale * thin b^T with thin = x a^T (M, r) and b (O, r). In half precision, a
-    Triton kernel reads the large dy (M, O) only once. The sums are fp32, in a fixed order.
+    They are scale * dy b and scale * dy^T thin, in the dtypes of dy and b. In half precision, a Triton kernel reads dy
+    (M, O) only once. The sums are fp32, in a fixed order.
     """
     if _takes(dy, b, b.shape[1]):
         return _gradients_op(dy, b, thin, scale)
@@ -103,8 +106,8 @@ def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tup
 
 # ------------------------------------------------------------------------------------------------------------ product
 
-TILE_ROWS, TILE_COLUMNS, DEPTH = 128, 256, 64  # a program's tile of the output, and a step of the sum over c
-BAND = 8  # rows of tiles that are computed at about the same time and share x and W in the L2 cache
+TILE_ROWS, TILE_COLUMNS, DEPTH = 128, 256, 64  # a tile of the output, and a step of the sum over C
+BAND = 8  # rows of tiles that are computed at about the same time, so that they share x and W in the L2 cache
 MULTIPROCESSORS = 132  # of an H100 or H200: one program each
 # The kernel saves writing and reading the thin term (M, P). Its sums over C are slower than cuBLAS's.
 LONGEST_SUM, SMALLEST_OUTPUT = 2048, 2**24
@@ -204,9 +207,8 @@ def low_rank_product(
 ) -> Tensor:
     """Return x weight + scale * thin factor + bias (M, P) for x (M, C), weight (C, P), thin (M, r), factor (r, P).
 
-    On Hopper in half precision, one Triton kernel adds the thin term to the wide product's fp32 sums, so the result is
-    written once and not read. ``scale * thin`` is rounded to thin's dtype. For long sums, and elsewhere, torch writes
-    the thin term first and cuBLAS adds to it.
+    On Hopper in half precision, one Triton kernel computes both products and writes the result once. ``scale * thin``
+    is rounded to thin's dtype. Elsewhere, and for large C, torch writes the thin term and cuBLAS adds to it.
     """
     if not _product_takes(x, weight, factor):
         return low_rank_product_reference(x, weight, thin, factor, scale, bias)
@@ -296,7 +298,7 @@ def _add_low_rank_kernel(
 
 
 def _divide(kernel: Any, x: Tensor, factor: Tensor, descale: Tensor, over_rows: bool) -> Tensor:
-    """Let programs sum over some rows or columns of x (M, C) each, and add up their sums."""
+    """Divide a sum over x's rows or columns among programs, and add up the programs' sums. x: (M, C)."""
     (rows, width), rank = x.shape, factor.shape[1 if over_rows else 0]
     own, summed = (-(-length // TILE) for length in ((width, rows) if over_rows else (rows, width)))
     tiles = -(-summed // min(summed, -(-PROGRAMS // own)))
@@ -310,14 +312,14 @@ def _divide(kernel: Any, x: Tensor, factor: Tensor, descale: Tensor, over_rows: 
 
 
 def thin_product(x: Tensor, descale: Tensor, a: Tensor) -> Tensor:
-    """Return descale * x a^T (M, r) in a's dtype for x (M, C) in float8, descale (1,) a power of two, and a (r, C)."""
+    """Return descale * x a^T (M, r) in a's dtype for x (M, C) in float8 and a (r, C). descale: (1,), a power of two."""
     if _takes(a, a, len(a)) and x.numel():
         return _divide(_thin_product_kernel, x.contiguous(), a.contiguous(), descale, False).view(len(x), len(a))
     return (x.to(a.dtype) @ a.t()) * descale.to(a.dtype)
 
 
 def thin_gradient(dthin: Tensor, x: Tensor, descale: Tensor) -> Tensor:
-    """Return descale * dthin^T x (r, C) in dthin's dtype for dthin (M, r), and x (M, C) in float8."""
+    """Return descale * dthin^T x (r, C) in dthin's dtype for dthin (M, r) and x (M, C) in float8."""
     if _takes(dthin, dthin, dthin.shape[1]):
         total = _divide(_thin_gradient_kernel, x.contiguous(), dthin.contiguous(), descale, True)
         return total.view(dthin.shape[1], x.shape[1])

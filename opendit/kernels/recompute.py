@@ -2,24 +2,23 @@
 
 With the fused kernels, a block saves 18 tensors of tokens x D:
 
-    block input 1, first LayerNorm's output 1 (for qkv's weight gradient), q, k, v 3, attention's output 1,
-    attention's projection 1 (for the gate's gradient), residual stream between the branches 1,
-    second LayerNorm's output 1 (for fc1), fc1's output 4 (for GELU), GELU's output 4 (for fc2), fc2's output 1
+    attention   input (1), LayerNorm's output (1), q, k, v (3), attention's output (1), projected output (1)
+    MLP         input (1), LayerNorm's output (1), fc1's output (4), GELU's output (4), fc2's output (1)
 
-With LoRA on attention and MLPs alone, attention's projection and fc2's output are not saved (16 tensors). Without the
-fused LayerNorm + modulate, a block also saves the normalised input of both modulations (20 tensors); the policies
-recompute these, too. The policies:
+The policies reduce this number:
 
     norms   recompute the LayerNorms' outputs, in one pass over memory each; 16 tensors are left.
     cheap   also recompute GELU's output, in one pass; 12 are left.
-    mlp     also recompute fc1's output, which repeats a ninth of a block's matrix products; 8 are left.
+    mlp     also recompute fc1's output, a ninth of a block's matrix products; 8 are left.
     half    mlp in every other block, cheap in the rest; 10 are left on average.
+
+If only attention and MLPs have LoRA, the projected output and fc2's output are not saved (16 tensors). Without the
+fused LayerNorm + modulate, both normalised inputs are saved, too (20 tensors), and recomputed by all policies.
 
 To recompute complete blocks, with or without attention, see ``opendit.models.blocks.run_blocks``.
 
-Recomputing gives the same bits, with one exception: another kernel recomputes the LayerNorm's output of
-gate_residual_layernorm_modulate. On a GPU, the kernel may sum a row in another order. A value in half precision then
-sometimes rounds differently.
+Recomputed values have the same bits, with one exception. After gate_residual_layernorm_modulate, another kernel
+recomputes the LayerNorm's output. It may sum a row in another order, so some values round differently.
 """
 
 import functools

@@ -53,8 +53,8 @@ def modulation_with_weight(x: Tensor, weight: Tensor | None, shift: Tensor, scal
     """Return shift and scale' (B, D) in fp32, for LayerNorm's kernels with CENTER false. scale' is the scale with the
     weight folded in (see the module's docstring).
 
-    In half precision, scale' and the terms of the weight's gradient would be rounded. Only torch operations use the
-    weight, because Gemini must intercept its uses. weight None: RMSNorm without weight.
+    In half precision, scale' and the weight's gradient would lose precision. Only torch operations use the weight, so
+    that Gemini can intercept them. weight None: RMSNorm without weight.
     """
     if weight is None:
         return shift.float(), scale.float()

@@ -1,13 +1,13 @@
 """RMSNorm and rotary position embedding of queries and keys. The rotation turns neighbouring pairs of channels.
 
-The RMSNorm is over the channels of each head, or "across heads", over all channels of a token. q (B, N, H, d) and k (B,
+The RMSNorm is over the channels of each head, or "across heads": over all channels of a token. q (B, N, H, d) and k (B,
 N, K, d) may be strided views of one projection. The norm or the rotation may be missing. One launch processes q and k.
 With x = q or k, in fp32:
 
     xhat = x / rms(x),  z = xhat * weight,  y_2i = z_2i cos_i - z_2i+1 sin_i,  y_2i+1 = z_2i sin_i + z_2i+1 cos_i
 
-The forward pass reads x once and writes y once. It saves only x, and nothing without a norm. The backward pass reads x
-and dy once and writes dx once; g is dy rotated by the opposite angles:
+The forward pass reads x once and writes y once. With a norm, it saves x. The backward pass reads x and dy once and
+writes dx once. With g = dy rotated by the opposite angles:
 
     dx = rstd * (g * weight - xhat * mean(g * weight * xhat)),  dweight = sum over rows of g * xhat
 
@@ -155,8 +155,8 @@ def forward_rows(
     H: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write y of rows first .. stop (if ACROSS, of tokens first .. stop). A sample has ``length`` tokens in x. The
-    strides of samples, tokens and parts of the heads in y are in units of HEAD values."""
+    """Write y for rows ``first`` to ``stop`` - 1 (tokens if ACROSS). A sample has ``length`` tokens in x. Strides in y
+    (out_batch, out_token, out_part) are in units of HEAD values."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -223,7 +223,7 @@ def _backward_rows(
     ROWS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop). If SUMS, also sum dweight."""
+    """Write dx for rows ``first`` to ``stop`` - 1 (tokens if ACROSS). If SUMS, also sum dweight."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -614,11 +614,11 @@ def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tenso
 
 
 def pack_heads(stream: StreamHeads, parts: int, eps: float = 1e-6, across: bool = False) -> Tensor:
-    """Return q, k and v (B, n, H, d) as (parts, B, n, 3, H / parts, d), with consecutive heads in each part, computed
-    by a Triton kernel.
+    """Normalise and rotate q and k like :func:`join_heads`. Return q, k and v (B, n, H, d) as (parts, B, n, 3, H /
+    parts, d), with consecutive heads in each part.
 
-    Like :func:`join_heads`, one launch normalises and rotates q and k. The result is not differentiable. across: see
-    :func:`rotate_heads`. Raises ValueError if shapes, dtypes or devices don't fit.
+    One Triton kernel computes the result, which is not differentiable. across: see :func:`rotate_heads`. Raises
+    ValueError if shapes, dtypes or devices don't fit.
     """
     B, n, H, d = stream.q.shape
     width = H * d if across else d
@@ -634,7 +634,7 @@ def pack_heads(stream: StreamHeads, parts: int, eps: float = 1e-6, across: bool 
 
 
 def _launch(stream: StreamHeads, outputs: list[Tensor], eps: float, across: bool = False) -> None:
-    """Write a stream's q, k and v to views (parts, B, n, heads of a part, d) of the outputs."""
+    """Write a stream's q, k and v to ``outputs``, three views (parts, B, n, heads per part, d)."""
     named = {"q_weight": stream.q_weight, "k_weight": stream.k_weight, "table": stream.table}
     check_tensors(q=stream.q, k=stream.k, v=stream.v, **{name: x for name, x in named.items() if x is not None})
     (B, n, _, d), prepared = stream.q.shape, [in_rows(x) for x in (stream.q, stream.k, stream.v)]

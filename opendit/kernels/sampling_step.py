@@ -83,8 +83,7 @@ def embed_patches(
 ) -> Tensor:
     """Compute y = patches(s x) W^T + bias + positions, (copies * B, N, D) in W's dtype.
 
-    The kernel rounds patches to W's dtype. Sums are fp32 and rounded once. Both halves of a guided batch start with
-    equal tokens, so with ``copies`` 2 the kernel computes the B samples' tokens once and writes them twice.
+    The kernel rounds patches to W's dtype. Sums are fp32 and rounded once.
 
     Args:
         x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous: the sampler's state. Sides are divisible by the patch's.
@@ -92,6 +91,7 @@ def embed_patches(
         bias: (D,).
         positions: (1, N, D) or (N, D), any of these dtypes; None: no positions are added.
         scale: (B,) fp32, the factor s of each sample, such as EDM's c_in; None: 1.
+        copies: 2 to write the tokens twice, for both halves of a guided batch.
     """
     D, C, *patch = weight.shape
     patch, sides = as_clip(tuple(patch)), as_clip(tuple(x.shape[2:]))
@@ -233,7 +233,7 @@ def _sum(
     coefficients_ptr, FIRST: tl.constexpr, old0, old1, old2, prediction, noise, factor,
     OLD: tl.constexpr, NOISE: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the terms, each times its coefficient in one row of the sample's coefficients."""
+    """Sum the terms, each times its coefficient. FIRST: index of the first coefficient."""
     total = tl.load(coefficients_ptr + FIRST) * old0
     if OLD > 1:
         total += tl.load(coefficients_ptr + FIRST + 1) * old1
@@ -306,9 +306,8 @@ def guided_update(
         new_j = sum_i a[b, j, i] old_i + a[b, j, n] o + a[b, j, n + 1] noise
 
     c and u are the conditional and the unconditional prediction. Sample b has the coefficients a[b] and the guidance g.
-    With a learned variance (Nichol and Dhariwal 2021, equation 15), the noise's coefficient in new_0 is exp(p + q v). v
-    is the second half of the network's output channels. The computation is fp32 and element-wise, so outputs may
-    overwrite inputs.
+    With a learned variance v, the noise's coefficient in new_0 is exp(p + q v) (Nichol and Dhariwal 2021, equation 15).
+    The computation is fp32 and element-wise, so outputs may overwrite inputs.
 
     Args:
         tokens: (B or 2 B, N, prod(patch) * outputs), bf16, fp16 or fp32, contiguous: output of the network's last

@@ -1,9 +1,9 @@
 """Tables for kernels that process many tensors in one launch, and access to tensors in host memory.
 
 The address table has the tensors' addresses. The block table has each program's tensor and block. State may be in host
-memory, as rows of one tensor. A kernel then adds ``shift + k * stride`` bytes to the addresses in row k of the state.
-For direct access (:class:`InPlace`), this offset is 0. For a ring buffer in device memory (:class:`Staged`), it is the
-distance from the host memory to the buffer.
+memory, as rows of one tensor. Kernels access the state directly (:class:`InPlace`), or through a ring buffer in device
+memory (:class:`Staged`). They add ``shift + k * stride`` bytes to the addresses in row k of the state: 0, or the
+distance to the ring buffer.
 """
 
 from collections.abc import Callable, Sequence
