@@ -223,7 +223,9 @@ LORA_PRODUCTS = LowRankProducts(low_rank_product, low_rank_gradients)
 
 # --------------------------------------------------------------------------------------------- beside float8 products
 
-TILE = 128  # rows and columns of a tile of x
+# Size of a tile of x, number of warps, and stages of the pipeline.
+PRODUCT = {"TILE": 128, "STAGES": 3, "num_warps": 8}
+GRADIENT = {"TILE": 128, "STAGES": 3, "num_warps": 8}
 
 
 @triton.jit(do_not_specialize=("rows", "tiles"))
@@ -300,13 +302,14 @@ def _add_low_rank_kernel(
 def _divide(kernel: Any, x: Tensor, factor: Tensor, descale: Tensor, over_rows: bool) -> Tensor:
     """Divide a sum over x's rows or columns among programs, and add up the programs' sums. x: (M, C)."""
     (rows, width), rank = x.shape, factor.shape[1 if over_rows else 0]
-    own, summed = (-(-length // TILE) for length in ((width, rows) if over_rows else (rows, width)))
+    launch = GRADIENT if over_rows else PRODUCT
+    own, summed = (-(-length // launch["TILE"]) for length in ((width, rows) if over_rows else (rows, width)))
     tiles = -(-summed // min(summed, -(-PROGRAMS // own)))
     parts = -(-summed // tiles)
     out = torch.empty(parts, (width if over_rows else rows) * rank, dtype=torch.float32, device=x.device)
     kernel[(own, parts)](
         x, factor, descale, out, rows, tiles,
-        D=width, RANK=rank, WIDE=max(16, next_power_of_2(rank)), TILE=TILE, STAGES=3, num_warps=8,
+        D=width, RANK=rank, WIDE=max(16, next_power_of_2(rank)), **launch,
     )  # fmt: skip
     return finish_total(out, factor.dtype)
 
