@@ -219,7 +219,7 @@ def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[s
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
     """Return True if a backend can run, forward and backward, on q, k and v (1, 1, length, head_dim).
 
-    torch can tell for its backends without a run. flash_attn must be documented for the shape, and pass a test run.
+    torch's backends are checked without a run. flash_attn must support the shape, and must pass a test run.
     """
     if backend == "math":
         return True

@@ -1,8 +1,8 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
-Averages in host memory are updated during the next forward and backward passes. The kernel runs in few programs: enough
-to saturate the slow link to the host, with most multiprocessors left free. Results equal the results of
-:class:`opendit.kernels.adamw_ema.FusedStep` bit for bit.
+Averages in host memory are updated during the next forward and backward passes. The kernel has few programs, because
+few saturate the link to the host. Most multiprocessors stay free. Results have the same bits as with
+:class:`opendit.kernels.adamw_ema.FusedStep`.
 """
 
 from collections.abc import Sequence
@@ -44,9 +44,8 @@ def _averages_block(row, tensors, offsets, mask, scalars, shift, stride, AVERAGE
 def _averages_kernel(
     table, blocks, scalars, tensors, first, last, shift, stride, BLOCK: tl.constexpr, AVERAGES: tl.constexpr
 ):
-    """Update the averages of blocks ``first`` .. ``last`` - 1, unless scalars[0] is 0. Each program updates some
-    blocks. The table's rows are size, master, and the averages. Average k is ``shift`` + k * ``stride`` bytes after its
-    address."""
+    """Update the averages of blocks ``first`` to ``last`` - 1, unless scalars[0] is 0. The table's rows are size,
+    master, and the averages. Average k is ``shift`` + k * ``stride`` bytes after its address."""
     if tl.load(scalars) != 0.0:
         for block in range(first + tl.program_id(0), last, tl.num_programs(0)):
             row = table + tl.load(blocks + 2 * block)

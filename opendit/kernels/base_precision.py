@@ -5,7 +5,7 @@
     nf4    16 levels, scaled by the largest absolute value of 64 neighbours in a row (Dettmers et al., "QLoRA", 2023,
            app. E)
 
-Each row of a weight (out, in) is stored as bytes: codes, then fp32 scales, both padded to a multiple of ROW bytes.
+A row of a weight (out, in) is stored as bytes: codes, then fp32 scales (none in fp8), each padded to a multiple of ROW.
 FSDP2 shards by rows, so it never splits a row. Other code sees a tensor (out, bytes / itemsize) of the run's precision.
 Copies, gathers and casts to this precision preserve the bytes.
 

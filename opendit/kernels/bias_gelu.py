@@ -127,7 +127,6 @@ def bias_gelu_float8(x: Tensor, bias: Tensor) -> Float8:
 def _launch_backward(
     dy: Tensor, x: Tensor, bias: Tensor, sums: bool, dx: Tensor | Float8, partial: Tensor | None = None
 ) -> Tensor | None:
-    """Write dx and return the bias's gradient; None without ``sums``."""
     cut, options = common.cut_blocks("bias_gelu_backward", BACKWARD, x)
     total = cut.new_total() if sums else None
     pointers, format_options = fp8.kernel_arguments(dx, partial, fp8.SAMPLED_GRADIENT)

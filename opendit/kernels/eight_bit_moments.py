@@ -80,7 +80,6 @@ class EightBits:
 
 
 def _units(values: Tensor) -> Tensor:
-    """Return the values as rows of UNIT values; the last row is padded with zeros."""
     return functional.pad(values, (0, -values.numel() % UNIT)).view(-1, UNIT)
 
 
@@ -133,8 +132,8 @@ def _moments_kernel(
     table, blocks, numbers, scalars, tensors, first, ENCODE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0 (the step is skipped). A skipped
-    step does not encode, because decoded values may encode to other codes."""
+    """Decode or encode one block of a tensor's two moments. Do nothing if the step is skipped (scalars[0] is 0),
+    because encoding decoded values could change the codes."""
     block = tl.program_id(0) + first
     start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
     table += tl.load(blocks + 2 * block)
@@ -168,7 +167,7 @@ def _moments_kernel(
 
 
 class DecodedMoments:
-    """fp32 memory for one group's decoded moments at a time. A group is a range of neighbouring tensors.
+    """fp32 memory for the decoded moments of one group at a time. A group is a range of tensors.
 
     Triton kernels decode and encode if they are available. Elsewhere torch computes the same bits.
 
@@ -178,7 +177,7 @@ class DecodedMoments:
         kernels: True to use kernels; None: where available.
 
     Attributes:
-        views: both moments of each tensor in fp32. All groups use one memory, so only the last decoded group is valid.
+        views: both moments of each tensor in fp32. Groups share memory, so only the last decoded group is valid.
     """
 
     def __init__(self, moments: Sequence[Sequence[Tensor | EightBits]], block: int, kernels: bool | None = None):

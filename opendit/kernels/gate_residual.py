@@ -2,7 +2,7 @@
 
 x and branch are (B, N, D), and gate (B, D); for the packed form see common.py. bias (D,), if any, is the bias of the
 branch's last linear layer. Adding the bias here costs no time, and the bias's gradient needs no separate pass. The
-computation is fp32. The backward pass reads branch and dout once and writes dbranch once; dx equals dout:
+computation is fp32. The backward pass reads branch and dout once and writes dbranch once; dx is dout:
 
     dbranch = gate * dout,  dgate = sum_N (branch + bias) * dout,  dbias = sum_B gate * sum_N dout
 """
@@ -43,7 +43,6 @@ def _forward_rows(
     x_ptr, gate_ptr, branch_ptr, bias_ptr, out_ptr, column, first, stop,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Process rows first .. stop, all of one sample."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
     if HAS_BIAS:
         bias = load_columns(bias_ptr, column, D, BLOCK)
@@ -85,7 +84,7 @@ def _backward_rows(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch of rows first .. stop, all of one sample. With SUMS, also sum dgate; with HAS_BIAS, dbias."""
+    """Write dbranch for rows of one sample. With SUMS, also sum dgate; with HAS_BIAS, dbias."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
     if SUMS:
         # one sum per row of the tile, added up at the end, because warps hold different rows

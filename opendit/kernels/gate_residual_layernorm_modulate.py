@@ -2,9 +2,9 @@
 
     h = x + gate * (branch + bias),  y = LN(h) * (1 + scale) + shift
 
-x and branch are (B, N, D), gate, shift and scale (B, D), and bias (D,) or None; for the packed form see common.py. The
-LayerNorm doesn't read h back from memory. The forward pass moves four activation tensors instead of five, the backward
-pass six instead of eight. From dh and dy, the backward pass computes
+x and branch are (B, N, D), gate, shift and scale (B, D), and bias (D,) or None; for the packed form see common.py.
+Because the LayerNorm doesn't read h back from memory, the forward pass moves four activation tensors instead of five.
+The backward pass moves six instead of eight. It computes from dh and dy:
 
     dx = dh + LN_backward(dy),  dbranch = gate * dx
     dgate = sum_N (branch + bias) * dx,  dbias = sum_B gate * sum_N dx
@@ -121,7 +121,6 @@ def _forward_rows(
     HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED_BRANCH: tl.constexpr, FLOAT8: tl.constexpr,
     PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Process rows first .. stop, all of one sample."""
     SCALED_ROWS: tl.constexpr = FLOAT8 and PARTIALS == 0
     if HOLD:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
@@ -199,8 +198,8 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx and dbranch of rows first .. stop, all of one sample. With SUMS, also write the sums for dgate, dshift
-    and dscale to one slot each; with HAS_BIAS, the sum for dbias."""
+    """Write dx and dbranch for rows of one sample. With SUMS, also write the sums for dgate, dshift and dscale; with
+    HAS_BIAS, the sum for dbias."""
     if HOLD:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)

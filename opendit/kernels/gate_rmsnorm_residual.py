@@ -4,8 +4,8 @@
 
 x and branch are (B, N, D), and gate, shift and scale (B, D); for the packed form see common.py. The two norms have
 separate weights (D,). Statistics and sums are fp32. The forward pass reads x and branch once, writes h and y once, and
-saves 1 / rms of both norms (fp32, one per row). With bhat = branch / rms(branch) and hhat = h / rms(h), the backward
-pass computes from dh and dy
+saves each row's 1 / rms of both norms. The backward pass computes from dh and dy, with bhat = branch / rms(branch) and
+hhat = h / rms(h):
 
     g = dy * next_weight * (1 + scale),  dx = dh + (g - hhat * mean_D(g * hhat)) / rms(h)
     f = dx * gate * weight,              dbranch = (f - bhat * mean_D(f * bhat)) / rms(branch)
@@ -83,7 +83,6 @@ def _forward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Process rows first .. stop, all of one sample."""
     if HOLD:
         gate, gate_t = _product(gate_ptr, weight_ptr, 0.0, D, MAIN, TAIL)
         if NEXT:
@@ -143,8 +142,8 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, HAS_DH: tl.constexpr, NEXT: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch of rows first .. stop, all of one sample. With NEXT, also write dx; without NEXT, dx equals dh.
-    With SUMS, write each sum to one slot."""
+    """Write dbranch for rows of one sample. With NEXT, also write dx; without NEXT, dx is dh. With SUMS, also write the
+    sums."""
     if HOLD:
         gate, gate_t = _product(gate_ptr, weight_ptr, 0.0, D, MAIN, TAIL)
         if NEXT:

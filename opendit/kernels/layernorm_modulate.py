@@ -1,8 +1,8 @@
-"""adaLN: y = LN(x) * (1 + scale) + shift, LN over D without weights; and the modulation alone, without LN.
+"""adaLN: y = LN(x) * (1 + scale) + shift. LN is over D and has no weights. The modulation is also available without LN.
 
 x is (B, N, D), and shift and scale (B, D); for the packed form see common.py. Statistics and sums are fp32, and y has
-x's dtype. The forward pass reads x once, writes y once, and saves mean and rstd (fp32, one per row). The backward pass
-reads x and dy once, writes dx once and recomputes the normalised x:
+x's dtype. The forward pass reads x once, writes y once, and saves each row's mean and rstd. The backward pass reads x
+and dy once, writes dx once and recomputes the normalised x:
 
     xhat = (x - mean) * rstd,  g = dy * (1 + scale)
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat))
@@ -104,7 +104,6 @@ def _forward_rows(
     HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr,
     TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Process rows first .. stop, all of one sample."""
     SCALED_ROWS: tl.constexpr = FLOAT8 and PARTIALS == 0
     if HOLD or SCALED_ROWS:
         shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
@@ -168,7 +167,7 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, HAS_OTHER: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop, all of one sample. With SUMS, also write the sums for dshift and dscale."""
+    """Write dx for rows of one sample. With SUMS, also write the sums for dshift and dscale."""
     if HOLD:
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
     if SUMS:

@@ -155,7 +155,7 @@ def _low_rank_product_kernel(
         if BIAS:
             at = column + tl.arange(0, COLUMNS)
             total += tl.load(bias_ptr + at, mask=at < columns, other=0.0).to(tl.float32)[None, :]
-        # Half a tile at a time, because the next tile's inputs need the shared memory of the other half.
+        # Store half a tile at a time, to leave shared memory for the next tile's inputs.
         left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
         y_tiles.store([row, column], left.to(thin.dtype))
         y_tiles.store([row, column + COLUMNS // 2], right.to(thin.dtype))

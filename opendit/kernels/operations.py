@@ -1,9 +1,8 @@
 """The registry of kernels: for each operation of a block, the kernels that can replace its torch reference.
 
-Operations and their references are the fields of :class:`opendit.models.layers.BlockOps`. A row of :data:`KERNELS` is a
-kernel and its properties: float8 or not, whether it replaces the projection, and saved activations. :func:`chosen`
-returns a BlockOps with the kernels that a run's switches turn on. To add a kernel, write a file, a test and a
-benchmark, and add a row here.
+The fields of :class:`opendit.models.layers.BlockOps` are the operations, with torch references. A row of
+:data:`KERNELS` describes a kernel. :func:`chosen` returns a BlockOps with the kernels that a run's switches turn on. To
+add a kernel, write a file, a test and a benchmark, and add a row here.
 """
 
 from collections.abc import Callable, Collection, Sequence

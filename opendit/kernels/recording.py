@@ -87,8 +87,8 @@ def end_recordings() -> None:
 
 
 def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:
-    """Clear torch's state after a failed capture, because torch regards the capture as still running. Otherwise memory
-    of other streams would never be reused, and drawing random numbers would fail."""
+    """Reset torch's state after a failed capture. Otherwise torch believes that the capture is still running: it never
+    reuses other streams' memory, and random numbers fail."""
     _FAILED.append(graph)  # the pinned-memory allocator still queries the graph's streams
     with contextlib.suppress(RuntimeError):  # torch raises this error if the capture ended without failure
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)

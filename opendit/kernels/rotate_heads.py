@@ -62,9 +62,9 @@ LARGEST = 8192  # maximum number of values in a tile across heads
 
 
 def forward_launch(size: int, across: bool) -> Launch:
-    """Return the launch shape of the forward kernel: 16 values per thread, or up to 32 for large tiles across heads.
+    """Return the forward kernel's launch shape, with 16 values per thread, or up to 32 for large tiles across heads.
 
-    ``size``: values of a row; across heads, values of a tile.
+    size: number of values in a row; across heads, in a tile.
     """
     if across:
         return Launch(rows=1, tiles=1, warps=min(8, max(1, size // 512)))
@@ -79,7 +79,7 @@ def backward_launch(size: int, across: bool) -> Launch:
 
 @triton.jit
 def _rows_of_tile(start, stop, H: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr):
-    """Return the token, the head, and the mask of existing rows for each row of a tile."""
+    """Return the token and the head of each row of a tile, and a mask of the rows that exist."""
     lane = tl.arange(0, ROWS)
     if ACROSS:
         token = lane * 0 + start
@@ -120,7 +120,7 @@ def _load_pairs(ptr, place, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS:
 
 @triton.jit
 def _store_pairs(ptr, even, odd, place, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Store even and odd columns, the counterpart of _load_pairs, rounded to the pointer's dtype."""
+    """Store even and odd columns from _load_pairs, rounded to the pointer's dtype."""
     offsets, mask = _columns(place, live, HEAD, BLOCK)
     values = tl.reshape(tl.join(even, odd), (ROWS, BLOCK))
     tl.store(ptr + offsets, values.to(ptr.dtype.element_ty), mask=mask)
@@ -564,7 +564,7 @@ def _join_heads_kernel(
 
 
 class _JoinHeads(torch.autograd.Function):
-    """Join the tensors of all streams, six for each in the order of :class:`StreamHeads`."""
+    """Join the heads of all streams. tensors: six for each stream, the fields of :class:`StreamHeads`."""
 
     @staticmethod
     def forward(ctx, eps: float, *tensors: Tensor | None):

@@ -51,7 +51,7 @@ def _swiglu_forward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y. D: number of y's columns, H."""
+    """D: H, the number of y's columns."""
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     first = (tl.program_id(0) // BLOCKS) * CHUNK
     stop = tl.minimum(first + CHUNK, rows)
@@ -69,7 +69,7 @@ def _swiglu_backward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx. D: number of dy's columns, H."""
+    """D: H, the number of dy's columns."""
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     first = (tl.program_id(0) // BLOCKS) * CHUNK
     stop = tl.minimum(first + CHUNK, rows)

@@ -51,7 +51,7 @@ def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl
 
 @triton.jit
 def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Return 32-bit offsets from ``row``, and the mask, of a (ROWS, WIDTH) tile that begins at column START."""
+    """Return the offsets (from ``row``, in 32 bits) and the mask of a (ROWS, WIDTH) tile at column START."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None]
     if START + WIDTH > D:

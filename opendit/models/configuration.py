@@ -24,7 +24,7 @@ from opendit.models.positions import rotary_shares
 # New runs use the newest revision. Checkpoints keep their revision when resumed or converted.
 REVISION = 2
 LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if set
-# fields that can change an architecture's default norm or MLP -> their allowed values
+# fields for another norm or MLP than the architecture's -> allowed values
 EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}
 
 
@@ -36,7 +36,7 @@ class DiTConfig:
     kind: ClassVar[str] = "dit"
     axial_attention: ClassVar[bool] = False  # True if blocks attend along the grid's axes
     plain_projections: ClassVar[bool] = True  # True if q, k and v of a block are one matrix product
-    why_no_packs: ClassVar[str] = ""  # the reason why models of this kind do not support packs; "" if they do
+    why_no_packs: ClassVar[str] = ""  # why these models do not support packs; "" if they do
 
     input_size: tuple[int, ...]  # (height, width) or (frames, height, width) of latents
     patch_size: int | tuple[int, int, int]  # side of a square patch of a picture, or (frames, rows, columns)
@@ -91,8 +91,8 @@ class DiTConfig:
 
     @property
     def in_operations(self) -> bool:
-        """True if FP8 and --recompute support the block: LayerNorm, GELU, and as many heads of keys and values as of
-        queries."""
+        """True if FP8 and --recompute support the block. It must have LayerNorm, GELU, and separate keys and values for
+        every query head."""
         spec = self.block
         return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
 
@@ -209,7 +209,7 @@ class DiTConfig:
 
     @property
     def embedded_channels(self) -> int:
-        """Number of channels of the input that is cut into patches."""
+        """Number of the patch embedding's input channels."""
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class DiT(nn.Module):
                 pack (1, n), with each segment's count in ``segments.kept``.
             dropped: (B,) bool for samples or a pack's segments: True to replace the tokens after the route by mask
                 tokens (only with ``sprint``). None to replace none.
-            aligned: True to also return the projected tokens (B, N, width) of the configuration's ``alignment``.
+            aligned: True to also return the projected tokens (B, N, width) for representation alignment.
             uncertain: True to also return u(t) from :class:`~opendit.models.auxiliary.Uncertainty`, (B,) fp32.
 
         Raises ValueError if the patch does not divide a side.
@@ -521,7 +521,7 @@ class DiT(nn.Module):
 
 
 def _table_side(longest: int, configured: int) -> int:
-    """Return the length of a table for sides up to ``longest``. Lengths are rounded up to powers of two, so that only
+    """Return the length of a table for sides up to ``longest``: ``configured`` if enough, else a power of two, so that
     few different tables are cached."""
     return configured if longest <= configured else 1 << (longest - 1).bit_length()
 

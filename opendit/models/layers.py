@@ -144,8 +144,7 @@ def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tup
 
 
 class LowRankProducts(NamedTuple):
-    """Implementations of LoRA's products. ``output`` computes the output, and in the backward pass the input's
-    gradient."""
+    """Functions for LoRA's products. ``output`` computes the layer's output and the input's gradient."""
 
     output: Callable[..., Tensor] = low_rank_product
     gradients: Callable[..., tuple[Tensor, Tensor]] = low_rank_gradients
@@ -509,7 +508,7 @@ def modulation(
 
 
 class Mlp(nn.Module):
-    """MLP of a linear layer, GELU (tanh approximation) and a linear layer. Parameter names are timm's: fc1, fc2."""
+    """MLP: linear, GELU (tanh approximation), linear. Parameter names are timm's: fc1, fc2."""
 
     branches: ClassVar[int] = 1  # number of matrices that fc1 concatenates
 
@@ -527,7 +526,7 @@ class Mlp(nn.Module):
 
 
 class ExactMlp(Mlp):
-    """MLP of a linear layer, exact GELU and a linear layer."""
+    """MLP: linear, exact GELU, linear."""
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
         return F.gelu(ops.linear(x, self.fc1))
@@ -543,8 +542,8 @@ class SwiGlu(Mlp):
 
 
 class PatchEmbed(nn.Module):
-    """Embedding of patches. Maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row. Clips (B, C, T, H, W)
-    are embedded frame by frame.
+    """Embedding of patches: maps pictures (B, C, H, W) or clips (B, C, T, H, W) to tokens (B, N, D). Tokens are in the
+    order of frames, rows and columns.
 
     Args:
         given: number of channels after the first ``in_channels``. If the input lacks them, they are zero.

@@ -347,8 +347,8 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of self-attention along time. It includes copies of the attention output, queries and keys in
-    another token order."""
+    """Return the memory of self-attention along time. The attention output, queries and keys are also copied to another
+    token order."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
@@ -382,8 +382,8 @@ def _mlp(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _experts(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the experts: the sum of their outputs, and each expert's input, output, and hidden layer
-    before and after GELU."""
+    """Return the memory of the experts: each expert's input, hidden layer (before and after GELU) and output, and the
+    sum of the outputs."""
     experts = config.block.experts
     if experts is None:
         return Kept()

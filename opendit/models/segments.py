@@ -143,7 +143,7 @@ class PlacedSegments:
 
 
 def _fill_patch(size: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a latent's size after its single frame is repeated to fill a patch."""
+    """Return a latent's size, after a single frame is repeated to fill a patch."""
     full = (patch[0], *size[1:]) if len(patch) == 3 and size[0] == 1 else tuple(size)
     if len(full) != len(patch) or any(side < 1 or side % p for side, p in zip(full, patch, strict=False)):
         raise ValueError(

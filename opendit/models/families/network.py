@@ -82,7 +82,7 @@ class TextEmbedder(nn.Module):
 
 
 class TextMlp(nn.Module):
-    """MLP of a linear layer, GELU (tanh approximation) and a linear layer."""
+    """MLP: linear, GELU (tanh approximation), linear."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int):
         super().__init__()
@@ -238,8 +238,8 @@ class PublicDiT(DiT):
         return self._made_once(("rope", grid), made)
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
-        """Select the rotations for the tokens and heads that this rank projects. If all heads share the rotations,
-        return them unchanged; the ranks' strategy selects from them."""
+        """Select the rotations for the tokens and heads that this rank projects. A table that all heads share is
+        returned unchanged."""
         if table is None or shards is None or not self.config.spec.rotary.steps:
             return table
         return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))
@@ -267,8 +267,8 @@ class PublicDiT(DiT):
         return torch.full((count,), family_of(self.config.family).guidance.scale, device=device)
 
     def _text(self, tokens: Tensor, mask: Tensor, shortest: int) -> tuple[Tensor, Tensor]:
-        """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens to attend to,
-        or (B, 0) for all tokens."""
+        """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool, True for tokens to attend
+        to; (B, 0) if all are True."""
         spec, embed = self.config.spec, self.text_embedder
         # True if this pipeline stage is not the first and has no caption embedder.
         elsewhere = not hasattr(embed, "mlp")
