@@ -31,7 +31,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 HALF = (torch.bfloat16, torch.float16)
-# Head size -> (token count from which FlashAttention 4 was measured faster than cuDNN on Hopper, speed-up).
+# Head size -> (token count, speed-up): FlashAttention 4 was measured faster than cuDNN from this count on (Hopper).
 FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 

@@ -118,8 +118,8 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_width(width: int) -> int:
-    """Return the number of columns per program, for kernels without sums along a row. It is 128 at most: 128 divides
-    the widths of every DiT, and 16 lanes read 128 columns in half precision with 16 bytes each."""
+    """Return the number of columns per program, for kernels without sums along a row. 128 columns divide the widths of
+    every DiT; narrower tensors have one block."""
     return min(128, next_power_of_2(width))
 
 

@@ -6,9 +6,9 @@ two, computed from current values:
 
 - A weight's scale follows from its largest absolute value (amax).
 - The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so |y| <= sqrt(D) (1 + max|scale|) +
-  max|shift|. A bound above the amax costs no precision, only range at the lower end, and e4m3 covers 18 powers of two.
-- Every other scale follows from the amax of some 4 million values, spread evenly over tokens and columns, times a
-  margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number.
+  max|shift|. A bound above the amax costs no precision, only range at the lower end.
+- Every other scale follows from the amax of some 4 million sampled values, times a margin: 2^3 in e4m3, 2^6 in e5m2.
+  Larger values are clamped to the format's largest number.
 
 Kernels need the scale before they write a tensor, so an exact amax would cost a pass over memory. Delayed scaling (the
 amax of earlier steps) would add state to checkpoints.

@@ -114,7 +114,7 @@ class ECDiTConfig(DiTConfig):
     shared MLP's ratio.
 
     The routing follows the paper; the sizes are OpenDiT's (docs/models.md). In the paper, an expert is as large as an
-    MLP. NVIDIA NeMo adds experts of width 1024 with a capacity factor of 8 to MovieGen-1B.
+    MLP.
     """
 
     kind: ClassVar[str] = "ecdit"

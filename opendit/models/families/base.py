@@ -143,7 +143,7 @@ def layers(
     blocks: range | None = None,
     offset: int = 0,
 ) -> list[Match]:
-    """Match the parameters of layers.
+    """Return the matches for all parameters of some layers.
 
     Args:
         names: OpenDiT's name -> published name, or several names to concatenate along dimension 0.

@@ -71,7 +71,7 @@ class PublicConfig(DiTConfig):
 
     @property
     def expert(self) -> str | None:
-        """The selected network, "high" or "low"; None if the model has one network, or for both."""
+        """The selected network, "high" or "low"; None for both, or for a model with a single network."""
         return json.loads(self.index).get("expert")
 
     @property
