@@ -32,8 +32,8 @@ class AttentionTiles:
 # All tiles have 64 keys, so that a sample's bits don't depend on the batch size. One stage instead of three
 # causes an illegal memory access on the GPU (Triton 3.6).
 FEW, MANY = AttentionTiles(64, 64, 3, 4), AttentionTiles(128, 64, 3, 4)
-# Maximum number of heads, over all samples, for FEW and for this kernel. For more heads, cuDNN is faster. Times in us on
-# an H200, DiT-XL/2 at 256 px (benchmarks/bench_short_attention.py):
+# Maximum number of heads, over all samples, for FEW and for this kernel. For more heads, cuDNN is faster. Times in us
+# on an H200, DiT-XL/2 at 256 px (benchmarks/bench_short_attention.py):
 #    32 heads (one guided picture)   FEW 6.1, MANY 7.9, cuDNN 9.1
 #    256 heads                       FEW 26.1, MANY 24.4, cuDNN 25.2 plus kernels that clear memory
 #    2,048 heads                     MANY 177, cuDNN 148
