@@ -225,8 +225,13 @@ class _LinearBesideLora(Function):
     @staticmethod
     def backward(ctx, dy):
         given, descale, a, b, thin, *saved = ctx.saved_tensors
-        dx, dw = _backward_products(ctx, fp8.cast(dy, E5M2), saved)
-        dthin, db = lora.low_rank_gradients(dy.flatten(0, -2), b, thin, ctx.scale)
+        dy8, of_thin = Float8.empty(dy.shape, E5M2, dy.device), (dy.flatten(0, -2), b, thin, ctx.scale)
+        written = fp8.kernel_arguments(dy8, fp8.amax(dy), fp8.SAMPLED_GRADIENT)
+        found = lora.low_rank_gradients_and_cast(*of_thin, *written)
+        if found is None:
+            dy8, found = fp8.cast(dy, E5M2), lora.low_rank_gradients(*of_thin)
+        dthin, db = found
+        dx, dw = _backward_products(ctx, dy8, saved)
         if dx is not None:
             lora.add_low_rank(dx.flatten(0, -2), dthin, a, 1.0)
         rows = given.flatten(0, -2)

@@ -16,6 +16,7 @@ from torch import Tensor
 from opendit.kernels.common import finish_total, interpreting, kernels_available, missing, next_power_of_2
 from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
+from opendit.kernels.tiles import float8_factor, float8_range
 from opendit.models.layers import LowRankProducts
 from opendit.models.layers import low_rank_gradients as low_rank_gradients_reference
 from opendit.models.layers import low_rank_product as low_rank_product_reference
@@ -30,9 +31,9 @@ PROGRAMS = 264  # number of programs to aim for: two for each multiprocessor of 
 
 @triton.jit(do_not_specialize=("rows", "blocks"))
 def _low_rank_gradients_kernel(
-    dy_ptr, b_ptr, thin_ptr, dthin_ptr, db_ptr, rows, blocks, scale,
+    dy_ptr, b_ptr, thin_ptr, dthin_ptr, db_ptr, dy8_ptr, partial_ptr, descale_ptr, rows, blocks, scale,
     D: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Process ``blocks`` tiles of ROWS rows. WIDE: RANK, rounded up to a size that tl.dot supports."""
     part = tl.program_id(1)
@@ -44,13 +45,19 @@ def _low_rank_gradients_kernel(
     mask = inside[:, None] & narrow[None, :]
     thin = tl.load(thin_ptr + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
     dthin = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    if FLOAT8:
+        factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     first = part * blocks * COLUMNS
     for start in tl.range(first, tl.minimum(first + blocks * COLUMNS, D), COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
         of_b = (column < D)[:, None] & narrow[None, :]
         at = column[:, None] * RANK + rank[None, :]
         dy_mask = inside[:, None] & (column < D)[None, :]
-        dy = tl.load(dy_ptr + row[:, None] * D + column[None, :], mask=dy_mask, other=0.0)
+        dy_at = row[:, None] * D + column[None, :]
+        dy = tl.load(dy_ptr + dy_at, mask=dy_mask, other=0.0)
+        if FLOAT8:
+            dy8 = float8_range(dy.to(tl.float32), factor, LIMIT)
+            tl.store(dy8_ptr + dy_at, dy8.to(dy8_ptr.dtype.element_ty), mask=dy_mask)
         b = tl.load(b_ptr + at, mask=of_b, other=0.0)
         dthin = tl.dot(dy, b, dthin)
         db = tl.dot(tl.trans(dy), thin) * scale
@@ -60,7 +67,12 @@ def _low_rank_gradients_kernel(
     tl.store(dthin_ptr + row[:, None] * RANK + rank[None, :], value, mask=mask)
 
 
-def _gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+NO_CAST: dict[str, Any] = {"FLOAT8": False, "PARTIALS": 1, "TARGET": 0, "LIMIT": 0.0}
+
+
+def _gradients(
+    dy: Tensor, b: Tensor, thin: Tensor, scale: float, pointers: tuple[Any, ...] = (), options: dict[str, Any] = NO_CAST
+) -> tuple[Tensor, Tensor]:
     (rows, width), rank = dy.shape, b.shape[1]
     row_programs, all_blocks = -(-rows // ROWS), -(-width // COLUMNS)
     blocks = -(-all_blocks // min(all_blocks, -(-PROGRAMS // row_programs)))  # tiles per program
@@ -68,8 +80,9 @@ def _gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tenso
     dthin = dy.new_empty(parts, rows, rank, dtype=torch.float32 if parts > 1 else dy.dtype)
     db = dy.new_empty(row_programs, width * rank, dtype=torch.float32)
     _low_rank_gradients_kernel[(row_programs, parts)](
-        dy.contiguous(), b.contiguous(), thin.contiguous(), dthin, db, rows, blocks, scale,
+        dy.contiguous(), b.contiguous(), thin.contiguous(), dthin, db, *(pointers or (dy, dy, dy)), rows, blocks, scale,
         D=width, RANK=rank, WIDE=max(16, next_power_of_2(rank)), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=2, num_warps=8,
+        **options,
     )  # fmt: skip
     total = dthin[0] if parts == 1 else finish_total(dthin.view(parts, -1), dy.dtype).view(rows, rank)
     return total, finish_total(db, b.dtype).view(width, rank)
@@ -222,6 +235,15 @@ def low_rank_product(
 LORA_PRODUCTS = LowRankProducts(low_rank_product, low_rank_gradients)
 
 # --------------------------------------------------------------------------------------------- beside float8 products
+
+
+def low_rank_gradients_and_cast(
+    dy: Tensor, b: Tensor, thin: Tensor, scale: float, pointers: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Like :func:`low_rank_gradients`, but the kernel also writes dy in float8, to the ``pointers`` and ``options`` of
+    ``fp8.kernel_arguments``. Return None, and write nothing, if the kernel does not support these tensors."""
+    return _gradients(dy, b, thin, scale, pointers, options) if _takes(dy, b, b.shape[1]) else None
+
 
 # Size of a tile of x, number of warps, and stages of the pipeline.
 PRODUCT = {"TILE": 128, "STAGES": 3, "num_warps": 8}

@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from opendit.config.components import SpeedFlags
-from opendit.kernels import lora
+from opendit.kernels import fp8, lora
 from opendit.kernels.common import interpreting, missing
 from opendit.kernels.fp8_linear import float8_available
-from opendit.kernels.lora import add_low_rank, low_rank_gradients, low_rank_product, thin_gradient, thin_product
+from opendit.kernels.lora import (
+    add_low_rank,
+    low_rank_gradients,
+    low_rank_gradients_and_cast,
+    low_rank_product,
+    thin_gradient,
+    thin_product,
+)
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT
@@ -88,6 +95,11 @@ def test_both_gradients_of_one_read_are_near_fp64_and_repeat(rows, width, rank):
     exact = 0.5 * (dy.double() @ b.double()), 0.5 * (dy.double().t() @ thin.double())
     for got, same, want in zip(found, again, exact, strict=True):
         assert torch.equal(got, same) and (got.double() - want).norm() < 3e-3 * want.norm()
+    dy8 = fp8.Float8.empty(dy.shape, fp8.E5M2, dy.device)
+    arguments = fp8.kernel_arguments(dy8, fp8.amax(dy), fp8.SAMPLED_GRADIENT)
+    also = low_rank_gradients_and_cast(dy, b, thin, 0.5, *arguments) if FLOAT8 else found
+    assert also is not None and all(map(torch.equal, also, found))
+    assert not FLOAT8 or torch.equal(dy8.data.float(), fp8.cast(dy, fp8.E5M2).data.float())
 
 
 @needs_float8

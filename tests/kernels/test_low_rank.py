@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.kernels import linear, lora
+from opendit.kernels import fp8, linear, lora
 from opendit.models.layers import Projection
 from tests.kernels.cases import BOUNDS, poisoned_memory
 
@@ -125,6 +125,19 @@ def test_thin_products_of_a_float8_activation_are_those_of_fp64(rows, width, ran
     for got, want in zip(found, exact, strict=True):
         assert got.dtype == torch.float16 and got.shape == want.shape
         assert (got.double() - want).norm() <= BOUNDS[torch.float16] * want.norm()
+
+
+@pytest.mark.parametrize(("rows", "width", "rank"), [(1, 64, 1), (300, 200, 3), (257, 72, 20)])
+def test_the_gradients_kernel_also_casts(rows, width, rank):
+    torch.manual_seed(0)
+    dy, b, thin = (torch.randn(shape).half() for shape in ((rows, width), (width, rank), (rows, rank)))
+    with poisoned_memory():
+        dy8 = fp8.Float8.empty(dy.shape, fp8.E5M2, dy.device)
+        arguments = fp8.kernel_arguments(dy8, fp8.amax(dy), fp8.SAMPLED_GRADIENT)
+        found = lora.low_rank_gradients_and_cast(dy, b, thin, 0.5, *arguments)
+    want = fp8.cast(dy, fp8.E5M2)
+    assert torch.equal(dy8.data.float(), want.data.float()) and torch.equal(dy8.descale, want.descale)
+    assert all(map(torch.equal, found, lora.low_rank_gradients(dy, b, thin, 0.5)))
 
 
 @pytest.mark.parametrize("turned", [False, True])
