@@ -54,8 +54,8 @@ def attention() -> AbstractContextManager[Any]:
     """Return a context in which ``F.scaled_dot_product_attention`` prefers the kernels measured fastest on this GPU, in
     bf16. Without a GPU, it uses torch's plain implementation.
 
-    With torch.compile, enter the context inside the compiled function. Otherwise the context does not exclude cuDNN.
-    cuDNN gives wrong gradients in compiled code (opendit.models.attention).
+    With torch.compile, enter the context inside the compiled function, so that it excludes cuDNN. cuDNN gives wrong
+    gradients in compiled code (opendit.models.attention).
     """
     order = [SDPBackend.MATH]
     if torch.compiler.is_compiling():

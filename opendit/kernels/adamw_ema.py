@@ -285,9 +285,9 @@ class FusedStep:
     Triton kernels run the step where they are available. Elsewhere torch runs it, with equal results up to rounding.
 
     Args:
-        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i has one size in all three. If one
-            master is on a GPU, moments, averages, gradients and further masters may be in pinned host memory. Moments
-            may be in 8 bits, but not with Muon or host memory. A tensor that Muon updates has None in exp_avg_sqs.
+        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i has equal sizes in all three. If a
+            master is on a GPU, moments, averages, gradients and other masters may be in pinned host memory. Moments may
+            be in 8 bits, but not with Muon or host memory. A tensor that Muon updates has None in exp_avg_sqs.
         working: copies of the masters in the forward pass's dtype. Every step rewrites them.
         count: 0-dim fp32 tensor on the masters' device: number of steps that were not skipped; changed in place.
         counted: for each gradient, False if another rank includes it in :meth:`square_sum`. None: True for all.
@@ -352,8 +352,8 @@ class FusedStep:
         Args:
             averages: for each average, its fp32 tensors, in the masters' sizes and order. Empty if
                 :class:`opendit.kernels.averages.SeparateAverages` updates the averages.
-            decays: function from the number of updates so far (0-dim, on the device) to the decays (K,), float64 on the
-                device. The function must not wait for the device.
+            decays: function that returns the decays (K,), float64 on the device, for the number of updates so far
+                (0-dim, on the device). The function must not wait for the device.
             updates: 0-dim tensor on the device that counts updates; changed in place.
         """
         self.averages = [check_tensors_fit(shards, "averages", self.masters) for shards in averages]

@@ -248,7 +248,7 @@ LONG, TOGETHER = 1024, 4096
 
 @dataclass(frozen=True)
 class VarlenAttention:
-    """Attention for segments of unequal length by ``package``'s kernel; see ``opendit.models.segments``.
+    """Attention for segments of unequal length, computed by ``package``; see ``opendit.models.segments.Varlen``.
 
     head_size: size to which heads are padded with zeros. With FlashAttention 4, only the backward pass needs padding.
     """
@@ -333,8 +333,8 @@ def resolve_varlen(
 
 @functools.cache
 def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
-    """Return the size to which heads must be padded for correct results of ``package`` on this device. None if no size
-    gives correct results, or the package is not installed."""
+    """Return the head size to which to pad, so that ``package`` gives correct results on this device. None if no size
+    does, or if the package is not installed."""
     return next((size for size in _padded_sizes(head_dim) if _right(package, device, dtype, head_dim, size)), None)
 
 

@@ -1,7 +1,7 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
-Averages in host memory are updated during the next forward and backward passes. The kernel has few programs, because
-few saturate the link to the host. Most multiprocessors stay free. Results have the same bits as with
+Averages in host memory are updated during the next forward and backward passes. The kernel has few programs, which
+saturate the link to the host and leave most multiprocessors free. Results have the same bits as with
 :class:`opendit.kernels.adamw_ema.FusedStep`.
 """
 
@@ -69,8 +69,8 @@ def _averages_kernel(
 class SeparateAverages:
     """Averages of ``masters``, updated separately from the optimizer's step.
 
-    Masters are fp32, contiguous, and on a GPU (some may be in pinned host memory) or all on a CPU. ``averages`` holds
-    each average's fp32 tensors, with the masters' sizes and order, on their device or in pinned host memory. Raises
+    Masters are fp32 and contiguous. If one is on a GPU, others may be in pinned host memory. ``averages`` holds each
+    average's fp32 tensors, with the masters' sizes and order, on their device or in pinned host memory. Raises
     ValueError if sizes, dtypes, layouts or devices don't fit.
     """
 

@@ -1,12 +1,14 @@
 """Shared code of fused operations: availability of kernels, launch shapes, row chunks, per-sample sums, and checks.
 
-A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. There are two forms of x. In the
-(B, N, D) form, all rows of a chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and
-``sample_of_row`` (rows,) is each row's sample, in non-decreasing order. A chunk may then have rows of several samples.
+A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. x has one of two forms:
 
-Gradients of shift, scale and gate are sums over a sample's rows. Program p adds a sample's rows in its chunk, and
-writes the fp32 sum to slot p, or to slot p + sample in the packed form. Then ``finish_sums`` adds each sample's slots.
-``finish_total`` adds all slots, for a bias's gradient. The order is fixed, so two runs give the same bits.
+- (B, N, D). A chunk's rows belong to one sample.
+- Packed: (rows, D) or (1, rows, D). ``sample_of_row`` (rows,) has each row's sample, in non-decreasing order. A chunk's
+  rows may belong to several samples.
+
+Gradients of shift, scale and gate are sums over a sample's rows. A program adds the rows in its chunk, and writes one
+fp32 sum per sample to a slot: program p to slot p, or to slot p + sample in the packed form. ``finish_sums`` adds each
+sample's slots; ``finish_total`` adds all slots. The order is fixed, so two runs give the same bits.
 """
 
 import contextlib
@@ -118,8 +120,8 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_width(width: int) -> int:
-    """Return the number of columns per program, for kernels without sums along a row. 128 columns divide the widths of
-    every DiT; narrower tensors have one block."""
+    """Return the number of columns per program, for kernels without sums along a row: 128, or fewer for narrow tensors.
+    128 divides the widths of every DiT."""
     return min(128, next_power_of_2(width))
 
 

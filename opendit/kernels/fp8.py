@@ -159,7 +159,7 @@ CAST = {"ROWS": 16, "num_warps": 4}
 
 def sample_step(runs: int, blocks: int) -> int:
     """Return the step between sampled runs of :func:`_amax_kernel`, for at least SAMPLE values. The step is coprime to
-    ``blocks``, the runs per row. Otherwise some columns would never be sampled."""
+    ``blocks``, the number of runs per row, so that all columns are sampled."""
     step = max(1, runs * 128 // SAMPLE)
     while math.gcd(step, blocks) > 1:
         step -= 1
@@ -210,8 +210,8 @@ def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor |
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Transpose float8 (..., D) with T rows to (D, T), padded with zeros to T divisible by 16. This separate pass is
-    faster than kernels that write a tensor in both orders."""
+    """Transpose float8 (..., D) with T rows to (D, T rounded up to a multiple of 16), padded with zeros. This separate
+    pass is faster than kernels that write a tensor in both orders."""
     return transpose(x.flatten(0, -2).view(torch.uint8)).view(x.dtype)
 
 
@@ -371,7 +371,8 @@ def keep_weights(model: nn.Module) -> int:
 
 
 def weight_in_float8(weight: Tensor | StoredWeight, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
-    """Return weight (out, in) in e4m3: stored or cached float8 values, or a cast scaled by the weight's amax.
+    """Return a weight (out, in) in e4m3. Stored or cached float8 values are used if present. Otherwise the weight is
+    cast with the scale of its amax.
 
     take: function that selects rows of a tensor and returns a contiguous tensor. The scale is computed from all rows.
     """

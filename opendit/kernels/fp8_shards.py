@@ -4,8 +4,8 @@
     amax = quantizer.amax()          # with several ranks, take the maximum over the ranks
     quantizer.quantize(amax)
 
-A weight is first rounded to the forward pass's precision. The result equals :func:`opendit.kernels.fp8.cast` of the
-complete weight bit for bit.
+Weights are first rounded to the forward pass's precision. The result has the same bits as
+:func:`opendit.kernels.fp8.cast` of the complete, rounded weight.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Products of linear layers: W's gradient by the faster product, and GELU in a product's epilogue.
+"""Products of linear layers: the weight's gradient from the faster of two products, and GELU in a product's epilogue.
 
 dW (out, in) is dy^T x, or the transpose of x^T dy. If out < in, cuBLAS computes x^T dy faster. For in = 4608, out =
 1152 and 32,768 rows in bf16, x^T dy and a transpose take 490 us, and dy^T x 598 us (H200).
@@ -134,8 +134,8 @@ def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     """Return GELU(linear(x)) (..., out), tanh form, without gradients, computed in the product's epilogue.
 
     cuBLAS applies bias and GELU to the fp32 sums before writing. Training must save the product before GELU, so it
-    computes GELU in a separate pass (bias_gelu.py). torch computes the layer on a CPU, if it has no bias, or if its
-    weight is stored in fewer bits.
+    computes GELU in a separate pass (bias_gelu.py). torch computes the layer on a CPU, without a bias, and with a
+    weight in fewer bits.
     """
     if linear.bias is None or not x.is_cuda or isinstance(linear.matrix, StoredWeight):
         return TORCH_OPS.linear_gelu(x, linear)

@@ -109,8 +109,8 @@ def _takes(x: Tensor, factor: Tensor, rank: int) -> bool:
 def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of thin (M, r) and b (O, r) in y = x W^T + scale * thin b^T, with thin = x a^T.
 
-    They are scale * dy b and scale * dy^T thin, in the dtypes of dy and b. In half precision, a Triton kernel reads dy
-    (M, O) only once. The sums are fp32, in a fixed order.
+    They are scale * dy @ b and scale * dy^T @ thin, in the dtypes of dy and b. In half precision, a Triton kernel reads
+    dy (M, O) only once. The sums are fp32, in a fixed order.
     """
     if _takes(dy, b, b.shape[1]):
         return _gradients_op(dy, b, thin, scale)
@@ -218,7 +218,7 @@ def _product_takes(x: Tensor, weight: Tensor, factor: Tensor) -> bool:
 def low_rank_product(
     x: Tensor, weight: Tensor, thin: Tensor, factor: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
-    """Return x weight + scale * thin factor + bias (M, P) for x (M, C), weight (C, P), thin (M, r), factor (r, P).
+    """Return x @ weight + scale * thin @ factor + bias for x (M, C), weight (C, P), thin (M, r) and factor (r, P).
 
     On Hopper in half precision, one Triton kernel computes both products and writes the result once. ``scale * thin``
     is rounded to thin's dtype. Elsewhere, and for large C, torch writes the thin term and cuBLAS adds to it.

@@ -182,9 +182,8 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
 
 def recompute_in(model: DiT, level: str) -> None:
-    """Apply policy ``level`` (none, norms, cheap, half or mlp) to the blocks and the final layer of ``model``.
-    ``model`` may be any model with BlockOps. Call after ``model.use``, because ``model.use`` sets the operations to
-    wrap."""
+    """Apply policy ``level`` (none, norms, cheap, half or mlp) to the blocks and the final layer of ``model``. Call
+    this after ``model.use``, because it wraps the operations that ``model.use`` sets."""
     for number, block in enumerate(model.blocks):
         alternating = "mlp" if number % 2 else "cheap"
         block.ops = recomputing(block.ops, alternating if level == "half" else level)

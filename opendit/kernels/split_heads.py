@@ -184,8 +184,8 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v (B, H, N, d) as views of qkv (B, N, 3 D). One Triton kernel computes the gradient of qkv.
 
-    qkv is contiguous, bf16, fp16 or fp32. bias (3 D,), any of these dtypes: the bias that the caller has added to qkv
-    without gradients. The kernel computes the bias's gradient. Pass None if autograd computes it. Raises ValueError if
+    qkv is contiguous, bf16, fp16 or fp32. bias is (3 D,) in any of these dtypes, and the caller has already added it to
+    qkv without gradients. The kernel computes the bias's gradient. None: autograd computes it. Raises ValueError if
     shapes, dtypes or devices don't fit.
     """
     if qkv.dim() != 3 or qkv.shape[-1] % (3 * num_heads):

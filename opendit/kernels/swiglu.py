@@ -123,8 +123,8 @@ _forward_op = operator("swiglu(Tensor x) -> Tensor", _forward, _forward_fake, _a
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Compute SiLU(a) * b of x = [a | b] (..., 2 H), bf16, fp16 or fp32, with Triton kernels, differentiable. Returns
-    (..., H) in x's dtype. Raises ValueError if the last dimension is odd, or the dtype is not supported."""
+    """Compute SiLU(a) * b with differentiable Triton kernels. x: [a | b] (..., 2 H), bf16, fp16 or fp32. Returns (...,
+    H) in x's dtype. Raises ValueError if the last dimension is odd, or the dtype is not supported."""
     if x.shape[-1] % 2:
         raise ValueError(f"x must be (..., 2 H), not {tuple(x.shape)}")
     check_tensors(x=x)

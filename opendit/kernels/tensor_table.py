@@ -2,8 +2,8 @@
 
 The address table has the tensors' addresses. The block table has each program's tensor and block. State may be in host
 memory, as rows of one tensor. Kernels access the state directly (:class:`InPlace`), or through a ring buffer in device
-memory (:class:`Staged`). They add ``shift + k * stride`` bytes to the addresses in row k of the state: 0, or the
-distance to the ring buffer.
+memory (:class:`Staged`). For a ring buffer, they add ``shift + k * stride`` bytes to the addresses in the state's row
+k. For direct access, both numbers are 0.
 """
 
 from collections.abc import Callable, Sequence

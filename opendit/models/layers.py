@@ -127,7 +127,7 @@ class _LinearOfStored(torch.autograd.Function):
 def low_rank_product(
     x: Tensor, weight: Tensor, thin: Tensor, factor: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
-    """Return x weight + scale * thin factor + bias (M, P) for x (M, C), weight (C, P), thin (M, r), factor (r, P).
+    """Return x @ weight + scale * thin @ factor + bias for x (M, C), weight (C, P), thin (M, r) and factor (r, P).
 
     The low-rank product is written first, then ``addmm`` adds the wide product. A separate addition would cost one more
     pass over the result.
@@ -137,8 +137,8 @@ def low_rank_product(
 
 
 def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of thin = x a^T (M, rank) and of b (out, rank) from dy (M, out): scale * dy b and
-    scale * dy^T thin."""
+    """Return the gradients of thin = x a^T (M, rank) and of b (out, rank): scale * dy @ b and scale * dy^T @ thin. dy:
+    (M, out)."""
     products = dy @ b, dy.t() @ thin
     return products if scale == 1 else (products[0].mul_(scale), products[1].mul_(scale))
 

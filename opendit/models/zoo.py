@@ -132,9 +132,8 @@ def model_config(
 
 
 def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
-    """Return an ``mlp_ratio`` for the MLP ``mlp``, so that the number of weights is about the same as for the other MLP
-    with ``ratio``. SwiGLU has three matrices and GELU has two (Shazeer 2020). The hidden width is rounded up to a
-    multiple of 64."""
+    """Return the ``mlp_ratio`` that preserves the number of weights if ``mlp`` replaces the other MLP with ``ratio``.
+    SwiGLU has three matrices and GELU has two (Shazeer 2020). The hidden width is rounded up to a multiple of 64."""
     hidden = ratio * width * (2 / 3 if mlp == "swiglu" else 3 / 2)
     return 64 * math.ceil(hidden / 64 - 1e-9) / width
 

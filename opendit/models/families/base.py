@@ -210,8 +210,8 @@ class Guidance:
         scale: Default scale, in the convention of the family's pipeline.
         formula: "uncond": uncond + scale * (cond - uncond). "cond": cond + scale * (cond - uncond). "embedded": a
             single forward pass with the scale as an input.
-        rescaled: Unit in which a guided prediction gets the norm of the conditional prediction: each "row" of the
-            latents, or each "patch" of 2 x 2 latent values; "" for no rescaling.
+        rescaled: Unit of rescaling, "" for none. Each "row" of the latents, or each "patch" of 2 x 2 latent values,
+            then gets the norm that it has in the conditional prediction.
     """
 
     scale: float

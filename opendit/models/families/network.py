@@ -168,7 +168,7 @@ class PublicDiT(DiT):
 
     def initial_distributions(self) -> dict[str, Distribution]:
         """Return a distribution for every parameter: N(0, 0.02^2) for matrices, 1 for norms and 0 for biases. LoRA's
-        matrices are distributed as in all models."""
+        matrices: see :meth:`DiT.initial_distributions`."""
         found: dict[str, Distribution] = {"**.lora_A.*.weight": FanInUniform()}
         found["**.lora_B.*.weight"] = Constant(0)
         for wrapped, parameter in self.named_parameters():
