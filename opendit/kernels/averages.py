@@ -1,8 +1,7 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
-Averages in host memory are updated during the next forward and backward passes. The kernel has few programs, which
-saturate the link to the host and leave most multiprocessors free. Results have the same bits as with
-:class:`opendit.kernels.adamw_ema.FusedStep`.
+Averages in host memory are updated during the next forward and backward passes. A few programs saturate the link to the
+host, and leave most multiprocessors free. Results equal :class:`~opendit.kernels.adamw_ema.FusedStep` bit for bit.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Frozen weights in fewer bits (--base_precision, --text_precision), stored by row and dequantised for each product.
 
-    fp8    e4m3 with one scale per weight, a power of two: the same values as with --fp8
+    fp8    e4m3 with one scale per weight, a power of two; the values equal --fp8's
     int8   integers from -127 to 127, scaled by the row's largest absolute value
     nf4    16 levels, scaled by the largest absolute value of 64 neighbours in a row (Dettmers et al., "QLoRA", 2023,
            app. E)

@@ -25,7 +25,7 @@ LARGEST_RANK = 64  # above this rank, memory bandwidth does not limit the thin p
 
 # ----------------------------------------------------------------------------------------------------------- gradients
 
-ROWS, COLUMNS = 256, 64  # size of a tile of dy, 32 KiB in half precision
+ROWS, COLUMNS = 256, 64  # a tile of dy, 32 KiB in half precision
 PROGRAMS = 264  # number of programs to aim for: two for each multiprocessor of an H100
 
 
@@ -120,7 +120,7 @@ def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tup
 # ------------------------------------------------------------------------------------------------------------ product
 
 TILE_ROWS, TILE_COLUMNS, DEPTH = 128, 256, 64  # a tile of the output, and a step of the sum over C
-BAND = 8  # rows of tiles that are computed at about the same time, so that they share x and W in the L2 cache
+BAND = 8  # rows of tiles that are computed at about the same time and find x and W in the L2 cache
 MULTIPROCESSORS = 132  # of an H100 or H200: one program each
 # The kernel saves writing and reading the thin term (M, P). Its sums over C are slower than cuBLAS's.
 LONGEST_SUM, SMALLEST_OUTPUT = 2048, 2**24
@@ -240,12 +240,12 @@ LORA_PRODUCTS = LowRankProducts(low_rank_product, low_rank_gradients)
 def low_rank_gradients_and_cast(
     dy: Tensor, b: Tensor, thin: Tensor, scale: float, pointers: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """Like :func:`low_rank_gradients`, but the kernel also writes dy in float8, to the ``pointers`` and ``options`` of
+    """Compute :func:`low_rank_gradients`, and also write dy in float8. pointers, options: from
     ``fp8.kernel_arguments``. Return None, and write nothing, if the kernel does not support these tensors."""
     return _gradients(dy, b, thin, scale, pointers, options) if _takes(dy, b, b.shape[1]) else None
 
 
-# Size of a tile of x, number of warps, and stages of the pipeline.
+# Launch shapes. TILE: rows and columns of a tile of x.
 PRODUCT = {"TILE": 128, "STAGES": 3, "num_warps": 8}
 GRADIENT = {"TILE": 128, "STAGES": 3, "num_warps": 8}
 

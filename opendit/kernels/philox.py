@@ -1,8 +1,8 @@
 """Compute the random bits of opendit/diffusion/random.py with one kernel. In torch, this takes about 120 operations.
 
-A sample's random number 4 * block + k is word k of the Philox output for the counter (block, index, step, stream) and
-the key ``seed``. The reference is ``opendit.diffusion.random.random_bits`` on a device without kernels. All devices
-give the same bits, because the arithmetic is on integers.
+The Philox counter is (block, index, step, stream), and the key is ``seed``. Word k of the output is the sample's random
+number 4 * block + k. The reference is ``opendit.diffusion.random.random_bits`` on a device without kernels. All devices
+give equal bits, because the arithmetic is on integers.
 """
 
 import torch

@@ -617,8 +617,8 @@ def pack_heads(stream: StreamHeads, parts: int, eps: float = 1e-6, across: bool 
     """Normalise and rotate q and k like :func:`join_heads`. Return q, k and v (B, n, H, d) as (parts, B, n, 3, H /
     parts, d), with consecutive heads in each part.
 
-    One Triton kernel computes the result, which is not differentiable. across: see :func:`rotate_heads`. Raises
-    ValueError if shapes, dtypes or devices don't fit.
+    One Triton kernel computes this, without gradients. across: see :func:`rotate_heads`. Raises ValueError if shapes,
+    dtypes or devices don't fit.
     """
     B, n, H, d = stream.q.shape
     width = H * d if across else d

@@ -26,8 +26,8 @@ from opendit.models.layers import (
 )
 from opendit.models.segments import Interleaved, PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
-# Backends with correct gradients under torch.compile (2.11). cuDNN's are wrong if q, k and v are views of one tensor,
-# because torch.compile assumes a memory layout that cuDNN does not write.
+# Backends with correct gradients under torch.compile (2.11). cuDNN does not write the memory layout that torch.compile
+# assumes. If q, k and v are views of one tensor, cuDNN's gradients are then wrong.
 RIGHT_WHEN_COMPILED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -42,7 +42,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The tokens of a sequence: their positions, and their division into ranks, segments and streams.
+    """The tokens of a sequence: positions, and division into ranks, segments and streams.
 
     Attributes:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
@@ -76,7 +76,7 @@ class TokenGrid:
         return torch.cat(list(streams), dim=1) if self.interleaved is None else self.interleaved.join(streams)
 
     def of_samples(self, samples: slice) -> "TokenGrid":
-        """Return the grid of a part of the batch."""
+        """Return the grid for a slice of the batch."""
         rotary, keys = self.rotary, self.keys
         rotary = rotary[samples] if rotary is not None and rotary.dim() == 4 else rotary
         return replace(self, rotary=rotary, keys=None if keys is None else keys[samples])
@@ -322,8 +322,8 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True, eq=False)  # torch.compile hashes a callable before its fields are set
 class GridAttention:
-    """A layer's attention between the tokens of a grid, for sequence-parallel strategies. A call with q, k, v (B, H, N,
-    d) of all tokens returns (B, H, N, d).
+    """A layer's attention between a grid's tokens, for sequence-parallel strategies. A call maps q, k, v (B, H, N, d)
+    of all tokens to (B, H, N, d).
 
     A strategy can normalise and rotate a rank's tokens with :meth:`prepare` or :meth:`pack`, before ranks exchange
     heads. ``prepared`` then skips these steps.
@@ -338,7 +338,7 @@ class GridAttention:
         return self.layer.attention(q, k, v, self.grid, self.ops, self.normalised)
 
     def of_samples(self, samples: slice) -> "GridAttention":
-        """Return the attention for a part of the batch."""
+        """Return the attention for a slice of the batch."""
         return replace(self, grid=None if self.grid is None else self.grid.of_samples(samples))
 
     @property

@@ -62,8 +62,8 @@ from opendit.models.layers import (
 # Input of cross-attention: (tokens, mask) or (keys, values, mask). tokens: (B, L, D). mask: (B, L) bool. keys, values:
 # (B, L, H, d), a block's projections of the tokens.
 Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-# A block's shifts, scales and gates, concatenated to (B, chunks * D). Or (c, shared), the arguments of
-# ``Block.modulate``, which computes them.
+# A block's shifts, scales and gates, concatenated to (B, chunks * D). Or (c, shared), the arguments with which
+# ``Block.modulate`` computes them.
 Modulation = Tensor | tuple[Tensor, Tensor | None]
 Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last): the deferred sum x + gate * last(z)
 
@@ -270,8 +270,8 @@ class Block(nn.Module):
     """A Transformer block that maps x (B, N, D) to (B, N, D), built from any specification.
 
     Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So FSDP2 shard units,
-    pipeline stages, checkpoints and compiled regions can begin at any block. A shard unit has its weights only during a
-    call, so it computes the modulation there: ``block(x, (c, shared), ...)``.
+    pipeline stages, checkpoints and compiled regions can begin at any block. If a block is a shard unit, it computes
+    the modulation during the call, because only then its weights are present: ``block(x, (c, shared), ...)``.
     """
 
     mlp: Mlp

@@ -170,8 +170,8 @@ class CaptionEmbedder(nn.Module):
 # Models with conditioning frames *in place* (Wan 2.2 TI2V) embed only C channels: the clean latents replace the noisy
 # ones in conditioning frames, and the time of these tokens is 0. The loss excludes conditioning frames.
 #
-# Image-to-video models (Wan 2.1 and 2.2 I2V) always embed x_t, the repeated mask, and the latents of a clip that is
-# grey after its first frame. Their loss includes all frames.
+# Image-to-video models (Wan 2.1 and 2.2 I2V) always embed x_t, the repeated mask, and a clip's latents. The clip is
+# grey after its first frame. The loss includes all frames.
 
 
 def given_channels(in_channels: int) -> int:

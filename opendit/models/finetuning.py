@@ -127,8 +127,8 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 
 def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
-    """Return the layer if it is a Projection. Otherwise replace it in the model by a Projection with its parameters,
-    and return the Projection."""
+    """Return the layer as a Projection. A layer of another class is replaced in the model by a Projection with the same
+    parameters."""
     if isinstance(layer, Projection):
         return layer
     with on_meta():

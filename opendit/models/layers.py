@@ -99,7 +99,7 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> "StoredWeight":
-        """Return the same weight, with ``dtype`` as the dense weight's dtype."""
+        """Return the weight with ``dtype`` for its dense form."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -320,8 +320,8 @@ class BlockOps:
 
     Some operations:
 
-    - ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)`` returns (h, y), computed in one
-      pass, with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
+    - ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)`` computes h = x + gate * linear(z)
+      and y = LN(h) * (1 + scale) + shift in one pass. It returns (h, y).
     - ``residual_layernorm_modulate(x, shift, scale)`` returns (x, layernorm_modulate(x, shift, scale)).
     - The two operations named ``rmsnorm`` use an RMSNorm instead of LN. The norm is the argument before ``shift``.
     - ``join_heads(streams)`` gets (q, k, v, q_norm, k_norm, table) for every stream of a joint sequence. It normalises
@@ -450,8 +450,8 @@ PLAIN = Options()
 
 
 class _Modulation(nn.Sequential):
-    """Layers of a modulation. In training, a single sample is padded to eight rows with zeros, because cuBLAS computes
-    a weight gradient from one row slowly (forward and backward pass: 171 us, padded 125 us; width 3072, H200)."""
+    """Layers of a modulation. In training, a single sample is padded to eight rows with zeros, because cuBLAS is slow
+    for one row. Forward and backward pass take 171 us, padded 125 us (width 3072, H200)."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         if len(c) != 1 or not torch.is_grad_enabled():
@@ -546,7 +546,7 @@ class PatchEmbed(nn.Module):
     order of frames, rows and columns.
 
     Args:
-        given: number of channels after the first ``in_channels``. If the input lacks them, they are zero.
+        given: number of channels after the first ``in_channels``. An input without these channels is padded with zeros.
         bottleneck: width between two projections (JiT; Li & He 2025, sec. 4); None for a single projection.
     """
 

@@ -77,8 +77,8 @@ def model_config(
         options: further fields of the configuration (qk_norm, bias, positions, ...); None for the architecture's
             default.
 
-    Raises ValueError if the name is unknown, the patch does not divide the size, ``frames`` or an option does not fit
-    the architecture, or the model can't be built.
+    Raises ValueError for an unknown name, a size that the patch does not divide, ``frames`` or options that do not fit
+    the architecture, and a model that can't be built.
     """
     kind_name, size, patch = parse_name(name)
     kind, made = KINDS[kind_name], CLASSES[kind_name]
