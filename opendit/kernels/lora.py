@@ -247,7 +247,7 @@ def low_rank_gradients_and_cast(
 
 # Launch shapes. TILE: rows and columns of a tile of x.
 PRODUCT = {"TILE": 128, "STAGES": 3, "num_warps": 8}
-GRADIENT = {"TILE": 128, "STAGES": 3, "num_warps": 8}
+GRADIENT = {"TILE": 64, "STAGES": 3, "num_warps": 4}
 
 
 @triton.jit(do_not_specialize=("rows", "tiles"))
@@ -282,7 +282,7 @@ def _thin_gradient_kernel(
     part = tl.program_id(1)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     rank = tl.arange(0, WIDE)
-    total = tl.zeros((TILE, WIDE), dtype=tl.float32)
+    total = tl.zeros((WIDE, TILE), dtype=tl.float32)
     first = part * tiles * TILE
     for start in tl.range(first, tl.minimum(first + tiles * TILE, rows), TILE, num_stages=STAGES):
         row = start + tl.arange(0, TILE)
@@ -290,10 +290,11 @@ def _thin_gradient_kernel(
         x = tl.load(x_ptr + row.to(tl.int64)[:, None] * D + column[None, :], mask=mask, other=0.0)
         mask = (row < rows)[:, None] & (rank < RANK)[None, :]
         dthin = tl.load(dthin_ptr + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
-        total = tl.dot(tl.trans(x.to(dthin.dtype)), dthin, total)
+        # Transposing x instead would take twice as long.
+        total = tl.dot(tl.trans(dthin), x.to(dthin.dtype), total)
     total *= tl.load(descale_ptr)
-    at = (part * RANK + rank)[None, :].to(tl.int64) * D + column[:, None]
-    tl.store(out_ptr + at, total, mask=(column < D)[:, None] & (rank < RANK)[None, :])
+    at = (part * RANK + rank)[:, None].to(tl.int64) * D + column[None, :]
+    tl.store(out_ptr + at, total, mask=(rank < RANK)[:, None] & (column < D)[None, :])
 
 
 @triton.jit(do_not_specialize=("rows",))
