@@ -269,6 +269,7 @@ LORAS = {  # rows of benchmarks/bench_cards.py
     "uncapped, all kept": Setup(fp8=True),
     "uncapped, fp8 base": Setup(fp8=True, base_precision="fp8"),
     "22.5": Setup(fp8=True, base_precision="fp8", recompute="but_attention"),
+    "22.5, 41 of 57": Setup(fp8=True, base_precision="fp8", recompute="but_attention", recompute_blocks=41),
     "14.5": Setup(fp8=True, base_precision="fp8", recompute="but_attention", offload="blocks:15"),
     "10.5": Setup(fp8=True, base_precision="fp8", recompute="but_attention", offload="blocks:36"),
 }
@@ -278,14 +279,14 @@ def test_measured_peaks_of_lora():
     """A LoRA of FLUX.1, rank 16, of one picture of 1024 px."""
     config = public_config("flux", SUBJECTS["flux"].values, (128, 128), 512)
     rows = csv.DictReader(Path(__file__).parents[2].joinpath("benchmarks/results.csv").open())
-    peaks = {row["case"]: float(row["value"]) for row in rows if row["metric"] == "allocated GiB"}
-    # Measured when the outputs of both branches of a block were still kept for the gradients of gates that are frozen:
-    # of all 57 blocks, or of the one that is recomputed, whose fc2's output was freed before the peak.
+    peaks = {row["case"]: row for row in rows if row["metric"] == "allocated GiB"}
     branch = (4096 + 512) * 3072 * 2 / GIB
     for case, setup in LORAS.items():
         found = estimate(config, replace(setup, lora=Lora(16, 16.0, "")), 1).total / GIB
-        peak = peaks[f"flux {case}"] - branch * (57 * 2 - 1 if setup.recompute == "none" else 1)
-        assert abs(found / peak - 1) < 0.04, (case, found, peak)
+        row = peaks[f"flux {case}"]
+        # The older rows are of a version that kept the output of a recomputed block's branch for its frozen gate.
+        peak = float(row["value"]) - branch * (row["commit"] == "c15cbcaa")
+        assert abs(found / peak - 1) < 0.025, (case, found, peak)
 
 
 def test_lora_of_the_modulation_keeps_what_gates_need():

@@ -455,8 +455,9 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     """Return the memory that the block ``execution.block`` keeps for the backward pass; None for the blocks' mean.
 
     A block keeps its input and the results of norms, projections, rotations, attention, activation and branches. With
-    FP8, inputs of linear layers take half the memory; FP8 copies of the weights and of attention's output are added. A
-    branch's output is kept only for the gradient of a gate or of a norm after the branch.
+    FP8, inputs of linear layers take half the memory; FP8 copies of the weights are added, and of attention's output
+    unless LoRA freezes the weights. A branch's output is kept only for the gradient of a gate or of a norm after the
+    branch.
     """
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
@@ -473,7 +474,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         units -= 2 * (execution.frozen_gates and not block.norm_after)
         if block.norm_after and (execution.fp8 or not execution.fused):  # torch computes these norms.
             units += 2
-        units -= execution.fp8 * (norms + wide - 1) / 2
+        units -= execution.fp8 * (norms + wide - (not execution.frozen_gates)) / 2
         if block.kv_heads is not None:  # Shared k and v are copied for every query head.
             units += 2 * block.kv_heads / block.heads
         if across:
