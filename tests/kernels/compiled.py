@@ -147,6 +147,18 @@ def products_of_lora(rank: int, turned: bool) -> None:
     lora.low_rank_product(x, weight, thin, factor, 1.0, bias if turned else None)
 
 
+def lora_beside_float8(rank: int) -> None:
+    lora.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
+    x, dy = torch.zeros(256, 1152).to(fp8.E4M3), torch.zeros(256, 1152, dtype=BFLOAT16)
+    b, thin = torch.zeros(1152, rank, dtype=BFLOAT16), torch.zeros(256, rank, dtype=BFLOAT16)
+    lora.thin_product(x, torch.ones(1), b.t())
+    lora.thin_gradient(thin, x, torch.ones(1))
+    dy8 = fp8.Float8.empty(dy.shape, fp8.E5M2, dy.device)
+    lora.low_rank_gradients_and_cast(dy, b, thin, 1.0, *fp8.kernel_arguments(dy8, fp8.amax(dy), fp8.SAMPLED_GRADIENT))
+    for factor in (b.t(), b.t().contiguous()):
+        lora.add_low_rank(dy, thin, factor, 1.0)
+
+
 def gelu_rows_in_float8(width: int) -> None:
     rows_in_float8(torch.zeros(512, width, dtype=BFLOAT16), torch.zeros(width, dtype=BFLOAT16))
 
@@ -254,6 +266,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
     for rank in (4, 16, 64):
         yield f"low_rank {rank}", lambda r=rank: gradients_of_lora(r, BFLOAT16)
+        yield f"LoRA beside float8 {rank}", lambda r=rank: lora_beside_float8(r)
     for rank, turned in ((8, True), (16, True), (16, False), (64, True), (64, False)):
         yield f"low_rank_product {rank} {turned}", lambda r=rank, t=turned: products_of_lora(r, t)
     yield "float8", lambda: float8(1152)
