@@ -13,7 +13,7 @@ from opendit.models.blocks import ResidualStream
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
-from opendit.models.layers import TORCH_OPS
+from opendit.models.layers import TORCH_OPS, RMSNorm
 from tests.kernels.cases import DTYPES, check_join_heads, check_pack_heads, pairwise
 from tests.models.families.oracles import FLUX
 from tests.models.test_dit import randomised
@@ -100,6 +100,27 @@ def test_a_model_with_it():
         found = model.use(ops=replace(TORCH_OPS, join_heads=counted))(x, t, y)
     assert asked == [2] * 2
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_under_compile():
+    """torch.compile traces the rotation of each stream and a concatenation instead."""
+    join = next(kernel.function for kernel in operations.KERNELS if kernel.operation == "join_heads")
+    norms = [RMSNorm(8, 1e-6) for _ in range(4)]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    projections = [torch.randn(2, n, 48, requires_grad=True) for n in (5, 7)]
+    tables = [torch.randn(n, 4, 2) for n in (5, 7)]
+
+    def joined(*projections):
+        parts = [x.unflatten(-1, (3, 2, 8)).unbind(2) for x in projections]
+        pairs = zip(parts, (norms[:2], norms[2:]), tables, strict=True)
+        return join([(*qkv, *own, table) for qkv, own, table in pairs])
+
+    found = []
+    for function in (joined, torch.compile(joined, backend="eager", fullgraph=True)):
+        outputs = function(*projections)
+        found.append([*outputs, *torch.autograd.grad([x.square().sum() for x in outputs], projections)])
+    assert all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(*found, strict=True))
 
 
 def test_streams_are_joined_when_asked_for():
