@@ -23,8 +23,8 @@ from opendit.common.safe_files import make_folder
 from opendit.config.names import WHOLE
 from opendit.parallel.engines import Engine
 
-# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). The rate is WARMUP in new runs, 0 for no
-# warm-up, and FIRST_WARMUP in runs that an earlier version began with --ema_warmup.
+# The warm-up limits the decay after n updates to 1 - rate / (n + DELAY). New runs have the rate WARMUP. Runs of an
+# earlier version with --ema_warmup have FIRST_WARMUP. A rate of 0 turns the warm-up off.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 

@@ -288,8 +288,8 @@ def _trained_on(metadata: Mapping[str, str]) -> str:
 
 
 def _scales(metadata: Mapping[str, str], path: Path) -> Callable[[str, int], float]:
-    """Return a function (layer, rank) -> scale, from diffusers' metadata or peft's configuration file; 1 without these.
-    Raises OSError or ValueError for a damaged configuration."""
+    """Return a function (layer, rank) -> scale. It reads diffusers' metadata or peft's configuration file. Without
+    either, the scale is 1. Raises OSError or ValueError for a damaged configuration."""
     beside = path.with_name("adapter_config.json")
     try:
         found: Any = json.loads(metadata.get("lora_adapter_metadata", "{}"))

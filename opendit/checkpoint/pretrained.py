@@ -210,7 +210,7 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
-    """Read weights. This caller checks its share of headers and numbers."""
+    """Read weights. Check headers and numbers of number ``part`` of ``parts`` shares of the file."""
     if published := folder_of(path):
         return foreign.read_published(published)
     if path.name == PIPELINE_INDEX:

@@ -193,8 +193,8 @@ class EvaluateConfig(
         return replace(self, reference=reference, save_features=saved), notes
 
     def check_what(self) -> str | None:
-        """Check metrics, networks and reference. Return --reference, or the default of --features digits. Raises
-        ValueError if a path does not exist, or the reference or the networks don't suit the metrics."""
+        """Check metrics, networks and reference. Return the reference, which is DIGITS by default with --features
+        digits. Raises ValueError if a path does not exist, or the reference or the networks don't suit the metrics."""
         reference = self.reference
         if reference is None and self.features == DIGITS:
             reference = DIGITS

@@ -28,7 +28,7 @@ class TokenSize:
     """A token's size."""
 
     frames: int  # latent frames per token of a clip; a picture has one token along time
-    temporal: int  # clip frames per latent frame, after the first
+    temporal: int  # clip frames per latent frame; the first latent frame holds one clip frame
     side: tuple[int, int]  # (height, width) in pixels
 
     def length(self, frames: int) -> int:

@@ -141,7 +141,8 @@ class RealDigits:
 
 
 def real_pictures(split: str, count: int | None = None) -> RealDigits:
-    """Return the digits of a split as uint8 pictures (8, 8, 3), at most ``count`` by a fixed random choice."""
+    """Return the digits of a split as uint8 pictures (8, 8, 3). If there are more than ``count``, choose ``count`` of
+    them at random, with a fixed seed."""
     images, labels = digits_split(split)
     if count is not None and count < len(images):
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]

@@ -35,8 +35,8 @@ def _linear_heads(
     x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = unbiased
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
-    # The matrix product adds the bias at no cost, and the kernel computes only the bias's gradient. With Gemini this
-    # fails, because Gemini fetches the bias for one call only.
+    # The matrix product adds the bias at no cost. ``split_heads`` computes the bias's gradient. This needs the bias
+    # twice, but Gemini's parameters (with a torch function) exist for one call only.
     if bias is None:
         return split_heads(linear.product(x, multiply=multiply), num_heads)
     if torch.overrides.has_torch_function((bias,)):

@@ -133,8 +133,8 @@ def _short_attention_kernel(
 
 
 class ShortAttention:
-    """Attention without gradients: :func:`short_attention` if :func:`takes` returns True, else ``otherwise``.
-    Cross-attention uses ``otherwise``, because the numbers of keys and queries differ."""
+    """Attention without gradients. Calls :func:`short_attention` for the inputs that it supports, and the function
+    ``otherwise`` for all others, such as cross-attention."""
 
     def __init__(self, otherwise: Attend):
         self.otherwise = otherwise

@@ -67,7 +67,7 @@ class DiT(nn.Module):
         self.final_layer: FinalLayer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         # Projector of intermediate tokens for representation alignment (--repa).
         self.projector: Projector | None = None if config.alignment is None else Projector(dim, config.alignment)
-        # Fusion of the tokens before and after a route (--route ...:sprint).
+        # After a SPRINT route (--route ...:sprint), joins the route's output to its input.
         self.fusion: Fusion | None = None if config.sprint is None else Fusion(dim)
         self.uncertainty: Uncertainty | None = Uncertainty() if config.uncertainty else None
         self.ops: BlockOps = BlockOps()

@@ -205,7 +205,8 @@ class Adaptation:
 
 
 def block_differences(found: DiTConfig, wanted: DiTConfig) -> list[str]:
-    """Return the differences between two models' blocks. The blocks of a DiT (``found``) also fit a vDiT."""
+    """Return the differences between two models' blocks, as text. If ``found`` is a DiT and ``wanted`` a vDiT (DiT for
+    clips), the different kind does not count."""
     ours, theirs = ({f.name: getattr(c, f.name) for f in dataclasses.fields(c)} for c in (wanted, found))
     differs = [
         f"{name} {theirs.get(name)} there, {ours.get(name)} here"

@@ -89,7 +89,7 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     chosen: list[int] = []
     for number in range(count):
         want = places[last] * number / max(1, count - 1)
-        # after the previous choice, and early enough for all remaining choices
+        # Steps after the previous choice that leave enough later steps for the remaining choices.
         free = range(chosen[-1] + 1 if chosen else 0, last - (count - number) + 2)
         chosen.append(min(free, key=lambda i: abs(places[i] - want)))
     return chosen

@@ -165,7 +165,8 @@ def weights_of_steps(objective: Objective, sampler: Sampler, tensors: int) -> li
 
 
 def weights_of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
-    """Convert a step's weights for the objective's prediction to weights for the network's output."""
+    """Convert the weights of a step's sums. ``step`` weighs the objective's prediction, such as x_0; the result weighs
+    the network's output."""
     of_input, of_output = objective.network_weights(sampler.trajectory, i)
     if (of_input, of_output) == (0.0, 1.0):
         return step

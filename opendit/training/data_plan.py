@@ -1,4 +1,4 @@
-"""Open a run's data, fit captions and shapes to the flags, and choose the order of the samples."""
+"""Open a run's data, apply the flags about captions and sizes, and choose the order of the samples."""
 
 import math
 from contextlib import suppress

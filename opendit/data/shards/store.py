@@ -226,7 +226,7 @@ class FetchAhead:
         self._begin_more()
 
     def take(self, part: ByteRange) -> bytes | None:
-        """Wait for a range and return its bytes, once. Return None if the range is not being fetched."""
+        """Wait for a range, forget it, and return its bytes. Return None if the range is not being fetched."""
         if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
             return None
         while part not in self.begun[0].ranges:  # drop groups of samples that the caller skipped

@@ -322,8 +322,8 @@ def prepare(schedule: DDPM, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
 
 
 def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
-    """Return the variational bound's term at t in bits per dimension, (B,), [N] eq. 4 to 6. It is KL(q || p) for t > 0,
-    and -log p(x_0 | x_1) for t = 0."""
+    """Return one term of the variational bound for each sample, (B,), in bits per dimension: KL(q || p) for t > 0, and
+    -log p(x_0 | x_1) for t = 0 (equations 4 to 6 of [N])."""
     true_mean, true_log_variance = schedule.posterior(x0, xt, t)
     mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
     log_variance = schedule.learned_log_variance(v, t)

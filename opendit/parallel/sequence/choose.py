@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from opendit.config.names import AXIAL, SEQUENCE_TYPES
 from opendit.parallel.hardware import H200, HardwareModel
 
-MOST_GROUPS = 6  # maximum number of groups of one sample's heads; a group costs the host about 30 calls per layer
+MOST_GROUPS = 6  # maximum number of groups of heads; the host makes about 30 calls for each group and layer
 
 
 def split_groups(groups: int, samples: int, heads: int) -> tuple[int, int]:
