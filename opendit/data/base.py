@@ -25,11 +25,10 @@ from opendit.data.order import SourceRows
 from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
 
-# Tolerance of display times in seconds. Matroska rounds times to milliseconds, and conversion to another format keeps
-# these times.
+# Tolerance of display times in seconds, because Matroska rounds times to milliseconds.
 ROUNDING = 1e-3 + 1e-6
 COLOURS = "colours"  # key of ``Medium.colours`` in ``Image.info``
-# Quantiles of the latents that previews show as black and white, because outliers would reduce the contrast.
+# Previews show these quantiles of the latents as black and white.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
@@ -69,8 +68,8 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w). The first three channels of
-    the means are shown as red, green and blue. If C < 3, the first is shown as grey."""
+    """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w). The first three means are
+    shown as red, green and blue; if C < 3, the first mean is shown as grey."""
     channels = len(moments) // 2
     means = moments[: 3 if channels >= 3 else 1].float()
     low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()
@@ -78,7 +77,7 @@ def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def count_colours(media: Iterable[Medium]) -> list[str]:
-    """Return a line for each kind of converted colours, such as "2 clips are HDR (PQ), tone-mapped to SDR"."""
+    """Return lines such as "2 clips are HDR (PQ), tone-mapped to SDR", one for each kind of converted colours."""
     counts = Counter((medium.colours, medium.frames > 1) for medium in media if medium.colours)
     lines = []
     for (colours, clips), count in sorted(counts.items()):
@@ -89,15 +88,14 @@ def count_colours(media: Iterable[Medium]) -> list[str]:
 
 
 class Small(NamedTuple):
-    """Size of a sample that is smaller than its batch entry. ``clips.enlarge`` enlarges the sample, and mirrors it if
-    ``mirrored`` is True."""
+    """Size of a sample that is smaller than its batch entry. ``clips.enlarge`` enlarges the sample."""
 
     height: int
     width: int
     mirrored: bool
 
 
-USUALLY_COUNTED = 10_000  # default number of captions that are checked before training starts
+USUALLY_COUNTED = 10_000  # number of captions that are checked before training starts
 Size = tuple[int, int, int]  # frames, height and width; all 0 for a medium that can't be read
 
 
@@ -120,7 +118,7 @@ class Embedding(NamedTuple):
 class FirstFrames(NamedTuple):
     """Cached inputs of an image-to-video model, from a clip's first frame. A batch adds a leading dimension B."""
 
-    latents: Tensor  # (C, t, h, w) float16, the clip's unscaled VAE means; frames after the first are grey
+    latents: Tensor  # (C, t, h, w) float16, unscaled VAE means of the clip, where frames after the first are grey
     # (L, D) float16, an image encoder's tokens for the first frame; (0, 0) if the model has no such encoder
     tokens: Tensor
 
@@ -148,7 +146,7 @@ class Item(NamedTuple):
     x: Tensor  # pixels or latents, float32 or uint8; :class:`View` determines shape and dtype
     y: int = 0  # class, if the conditioning is by label
     text: str | None = None  # caption, if the conditioning is by text
-    skipped: tuple[str, ...] = ()  # "path: reason" of each unreadable row tried before this one
+    skipped: tuple[str, ...] = ()  # "path: reason" of unreadable rows that this sample replaces
     embedding: Embedding | None = None
     features: Tensor | None = None  # (N, width) float16 cached features of the picture's tokens
     first: FirstFrames | None = None
@@ -184,7 +182,7 @@ class ClipReading:
 
 
 def nothing() -> None:
-    """Return None. Unlike a lambda, it can be sent to a loader process."""
+    """Return None. Unlike a lambda, this function can be pickled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +232,9 @@ class Shapes:
     """Shapes of a data set's samples, and sizes of its files."""
 
     # (rows,) integers, possibly memory-mapped, or one integer for all rows. Rows with equal keys have samples of equal
-    # shape. A micro-batch contains rows with one key only.
+    # shape, and a micro-batch has rows of one key.
     keys: np.ndarray | int = 0
-    # Returns (rows, 3) int32, the upright :data:`Size` of each row's file; None if all files have ``sample_shape``.
+    # Returns (rows, 3) int32, each row's upright :data:`Size`; None if all files have ``sample_shape``.
     media: Callable[[], np.ndarray | None] = nothing
     read_as: str = ""  # names the settings that change the result of ``media``
     # Returns (end row, :data:`Size` in latents) for consecutive ranges of rows; None without cached latents.
@@ -257,7 +255,7 @@ class Shapes:
 
 
 class Fingerprint:
-    """Hashes that identify a data set, computed at first use. checksums: the files' SHA-256; None if unknown."""
+    """Hashes that identify a data set, computed at first use. checksums: the files' SHA-256, or None."""
 
     def __init__(
         self,
@@ -269,7 +267,7 @@ class Fingerprint:
 
     @cached_property
     def identity(self) -> str:
-        """Hash for all rows: of the files' names and labels, or of the files' contents."""
+        """Hash of all files' names and labels, or of their contents."""
         return self._identity()
 
     @cached_property
@@ -279,8 +277,8 @@ class Fingerprint:
 
 
 class MediaDataset(Dataset[Any]):
-    """Base class of data sets. A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for
-    samples of several shapes, ``shapes``. Other methods have defaults."""
+    """Base class of data sets. A subclass implements ``__len__``, ``read``, ``fingerprint`` and ``describe``. If
+    samples have several shapes, the subclass also implements ``shapes``."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -296,7 +294,7 @@ class MediaDataset(Dataset[Any]):
         raise NotImplementedError
 
     def describe(self) -> Description:
-        """Return the description. Don't call this in a loop, because a call may take milliseconds."""
+        """Return the description. A call may take milliseconds, so don't call this in a loop."""
         raise NotImplementedError
 
     def source(self, row: int) -> str:
@@ -312,8 +310,8 @@ class MediaDataset(Dataset[Any]):
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return (medium, frames) of a row for display. The frames are the first, middle and last, without repeats, as
-        (n, H, W) or (n, H, W, 3) uint8. May raise any exception."""
+        """Return (medium, frames) of a row for display: up to three frames, (n, H, W) or (n, H, W, 3) uint8. May raise
+        any exception."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
@@ -321,7 +319,7 @@ class MediaDataset(Dataset[Any]):
         """Start to fetch the rows that will be read next, in this order. The base class does nothing."""
 
     def next_row(self, row: int) -> int:
-        """Return the row that replaces an unreadable ``row``: the next row of its shape, cyclically."""
+        """Return the row that replaces an unreadable ``row``: the next row with the same shape, cyclically."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
@@ -333,8 +331,8 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads samples by key, draws random numbers for each, and replaces unreadable rows. augment: False disables all
-    random changes. as_bytes, enlarge: see :class:`View`."""
+    """Reads samples by key, with random changes, and replaces unreadable rows. augment: False disables all random
+    changes. as_bytes, enlarge: see :class:`View`."""
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
         self.dataset, self.about = dataset, dataset.describe()

@@ -45,7 +45,7 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """Several data sets as one: the rows of all sources, one source after another.
+    """Several data sets as one. The rows of the first source come first, then the second source's, and so on.
 
     Args:
         names, parts: names and data sets of the sources.
@@ -97,7 +97,7 @@ class BlendedDataset(MediaDataset):
     def read(self, row: int, view: View = PLAIN) -> Item:
         source, row = self._find(row)
         about = self._abouts[source]
-        # All samples of a batch need one dtype, but some data sets ignore as_bytes and return float32.
+        # Some data sets ignore as_bytes and return float32, but a batch has one dtype.
         as_bytes = view.as_bytes and self._one_type
         view = view._replace(
             flip=view.flip and about.random_flip,
@@ -238,7 +238,7 @@ class BlendedDataset(MediaDataset):
 def _merged(
     names: Sequence[str], abouts: Sequence[Description], classes: Sequence[dict[str, str]], union: bool, shown: str
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return (the blend's class names, an array for each source that maps its labels to the blend's labels)."""
+    """Return (the blend's class names, each source's array from its labels to the blend's labels)."""
     renamed = []
     for name, about, mapped in zip(names, abouts, classes, strict=True):
         if unknown := sorted(mapped.keys() - set(about.class_names)):

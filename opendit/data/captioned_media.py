@@ -71,7 +71,7 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """True if the suffix names a picture format, animated or not. For an unknown suffix, the file's first bytes
+        """True if the suffix names a picture or animation format. If the suffix is unknown, the file's first bytes
         decide."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
@@ -80,7 +80,7 @@ class TableRow:
 
     @property
     def is_picture(self) -> bool:
-        """True if the file is read as a picture, because it has a picture format and is no animation."""
+        """True if the file has a picture format and is not animated."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
@@ -115,9 +115,8 @@ USUAL = Columns()
 
 
 def read_table(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
-    """Read the rows of a table of media, in order. A null caption becomes an empty one. The first line of a CSV is a
-    header if it names both columns. name: the table's name in messages. Raises FileNotFoundError or ValueError
-    (NoColumns for missing columns)."""
+    """Read a table's rows, in order. A null caption becomes an empty one. name: the table's name in messages. Raises
+    FileNotFoundError, ValueError, or NoColumns for missing columns."""
     path = Path(path)
     name = name or f"--data_path {printable(path)}"
     if not os.path.lexists(path):
@@ -198,8 +197,7 @@ def _is_medium(folder: Path, cell: str) -> bool:
 
 def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
     """Return (column names, lines without the header). The file and caption columns are renamed to path and text.
-    lines: (line number, cells) of each row. Raises ValueError, or NoColumns if the header lacks one of these
-    columns."""
+    lines: (line number, cells) of each row. Raises ValueError, or NoColumns if one of the two columns is missing."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
@@ -215,7 +213,7 @@ def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tupl
         return [column or f"column{i}" for i, column in enumerate(found, 1)], lines[1:]
     if any(columns):
         raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
-    # A first line without a medium is a header if it names a column, or if the second line names a medium.
+    # A first line without a medium is a header if it names a column, or if the second line has a medium.
     if not any(_is_medium(folder, cell) for cell in cells):
         _check_delimiter(folder, f"{name}, line {number}", cells)
         following = lines[1][1] if len(lines) > 1 else []
@@ -371,7 +369,7 @@ class CaptionedFiles:
 
     rows: list[TableRow] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)  # source, such as ".txt files" -> number of captions
-    # reason, such as ``BARE`` -> "path" or "path: details" for each file
+    # reason, such as ``BARE`` -> list of "path" or "path: details"
     left_out: dict[str, list[str]] = field(default_factory=dict)
     table: Path | None = None
     has_captions: bool = False  # True if there is a table, a row, or a .txt or .caption file of a medium
@@ -454,8 +452,8 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return (path, rows) of a folder's table; (None, []) without a table. Tables without the columns are ignored. If a
-    flag names a column, raises NoColumns instead."""
+    """Return (path, rows) of a folder's table, or (None, []). A table without the needed columns is ignored. If a flag
+    names a column, raises NoColumns instead."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):
@@ -491,8 +489,8 @@ def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: 
 
 
 def _caption(files: dict[str, str]) -> tuple[str, str, str]:
-    """Return (caption on one line, source, ""), or ("", "", reason) for an unreadable caption. If there is no caption,
-    all three are "". files: suffix -> path of the caption file."""
+    """Return (caption on one line, source, ""), or ("", "", reason) for an unreadable caption. Without a caption, all
+    three are "". files: suffix -> path of the caption file."""
     for suffix in BESIDE:
         if suffix in files:
             path = Path(files[suffix])
@@ -505,7 +503,6 @@ def _caption(files: dict[str, str]) -> tuple[str, str, str]:
 
 
 def _json_caption(path: Path) -> str:
-    """Return the value of "caption" in a JSON file, else of "text", else ""."""
     try:
         values = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -551,7 +548,7 @@ def class_caption(name: str) -> str:
 
 def find_ucf101(root: str | Path) -> CaptionedFiles:
     """Find the clips in the class folders below ``root``. A clip's caption is its folder's name. Raises
-    FileNotFoundError if there is no folder, or no clip in a class folder."""
+    FileNotFoundError if there is no folder or no clip."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
     found, above = CaptionedFiles(), folders_above(str(root)) - {identity_of(str(root))}
@@ -594,7 +591,7 @@ def _note(ignored: Ignored) -> str:
 
 
 def make(kind: str, root: str, output: str) -> None:
-    """Run ``preprocess.py ucf101`` or ``folder``, as ``kind`` says: write a CSV and print a summary."""
+    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``: write a CSV and print a summary."""
     found = find_ucf101(root) if kind == "ucf101" else find_folder(root)
     write_csv(output, found.rows)
     for line in found.lines():
@@ -625,9 +622,8 @@ def check_rows(
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
-    """Return (good rows in order, their media, dropped rows). The dropped rows are a dictionary: reason (one of
-    ``REASONS``) -> list of "path: problem". Separate processes decode, because decoders crash and hang on broken
-    files."""
+    """Return (good rows in order, their media, dropped rows). Dropped rows: reason in ``REASONS`` -> list of "path:
+    problem". Files are decoded in separate processes, because broken files can crash or hang decoders."""
     found: list[Medium | tuple[str, str] | None] = []  # each row's medium, or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
@@ -664,7 +660,8 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table of minimum, median and maximum. Durations, frames and rates are of clips only."""
+    """Return a text table of minimum, median and maximum. Durations, frame counts and rates are given for clips
+    only."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),
@@ -689,8 +686,8 @@ def check(
     image_size: int = 0,
     **how: Any,
 ) -> None:
-    """Run ``preprocess.py check``, with its flags as arguments. how: arguments of :func:`check_rows`. If no row is
-    left, raises DataError and writes nothing."""
+    """Run ``preprocess.py check``, with its flags as arguments. how: arguments of :func:`check_rows`. Raises DataError
+    and writes nothing if all rows are dropped."""
     rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
     print("\n".join(lines), end="\n" * bool(lines))
     kept, media, dropped = check_rows(rows, **how)

@@ -1,6 +1,4 @@
-"""Count captions that a text encoder truncates, and captions without content, before training or encoding starts.
-
-``Description.counted_captions`` limits how many captions are read."""
+"""Count captions that a text encoder truncates, and captions without content, before training or encoding starts."""
 
 import math
 import unicodedata
@@ -23,7 +21,7 @@ MISSING = frozenset(
 ) | {"#n/a n/a"}
 MOST_MISSING = 40  # longer captions are not looked up in ``MISSING``
 AT_ONCE = 1024  # maximum captions per call of a ``Measure``
-MOST_TOKENIZED = 10_000  # maximum captions to tokenize before training; takes one or two seconds
+MOST_TOKENIZED = 10_000  # maximum captions to tokenize before training
 
 Measure = Callable[[list[str]], Sequence[int]]  # captions -> each caption's number of tokens
 
@@ -88,7 +86,7 @@ class CaptionCount:
                 self.missing[caption.strip()] += 1
 
     def without_words(self) -> list[str]:
-        """Return up to three lines: on empty captions, missing values, and unreadable captions."""
+        """Return up to three lines about empty captions, missing values and unreadable captions."""
         lines = []
         if self.empty:
             lines.append(f"{self.name}: {self.empty:,} {self.among} are empty (the first: {self.empty_at})")
@@ -115,8 +113,8 @@ class CaptionCount:
         ]
 
     def for_any_encoder(self) -> list[str]:
-        """Return lines about the tokens that ``bytes`` needs, and about captions that CLIP and T5 surely truncate.
-        Lengths must be measured by :func:`byte_tokens`. For CLIP and T5, a word counts as one token."""
+        """Return lines about the tokens that ``bytes`` needs, and about captions that CLIP and T5 surely truncate. For
+        CLIP and T5, a word counts as one token. Lengths must be measured by :func:`byte_tokens`."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -145,8 +143,9 @@ def takes_whole(tokens: int) -> str:
 
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
-    """Return the rows to count, ascending int64. ``Description.counted_captions`` and ``most`` limit their number per
-    source. If limited, the rows are evenly spaced groups of adjacent rows, because those are usually in one file."""
+    """Return the rows whose captions are counted, ascending int64. ``Description.counted_captions`` and ``most`` limit
+    their number. A limited choice has evenly spaced groups of adjacent rows, because adjacent rows are often in one
+    file."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)

@@ -1,7 +1,7 @@
 """Choose frames of a clip, and read them upright, resized and cropped.
 
-A reader of ``video_files`` decodes only what the chosen frames need. If the reader fails or might be wrong, PyAV reads
-the file. PyAV decodes from the start if the file has no display times."""
+A reader of ``video_files`` decodes only the chosen frames and the frames that they depend on. If the reader
+fails or might return wrong frames, PyAV reads the file."""
 
 import functools
 import math
@@ -87,10 +87,10 @@ _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
 def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enlarge: bool = True) -> Tensor:
-    """Crop frames (T, H, W, 3) uint8 to the aspect ratio of ``size`` and resize them, bicubic with antialiasing. Return
-    (3, T, height, width) float32 in [-1, 1]. enlarge: False keeps a crop smaller than ``size``. as_bytes: return uint8,
-    with adjacent channels in memory."""
-    # Crop before resizing, so that both axes have one scale, and a long thin frame takes no extra time.
+    """Crop frames (T, H, W, 3) uint8 to the aspect ratio of ``size``, and resize them with an antialiased bicubic
+    filter. Return (3, T, height, width) float32 in [-1, 1]. enlarge: False keeps a crop smaller than ``size``.
+    as_bytes: return uint8 with the channels last in memory."""
+    # Crop before resizing, so that the resize of a long thin frame takes no extra time.
     height, width = frames.shape[1:3]
     place = size.place if isinstance(size, Crop) else None
     down, across = (size, size) if isinstance(size, int) else size[:2]
@@ -99,7 +99,7 @@ def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enl
     top, left = start_of_crop(height - high, width - wide, place)
     pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
     if (high, wide) != (down, across) and (enlarge or scale > 1):
-        # Resizing uint8 is 3x as fast as float32. torch would copy other memory formats to channels-first memory.
+        # Resizing uint8 is 3x as fast as float32. Other memory formats would be copied to channels-last memory.
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         pixels = interpolate(pixels, (down, across), mode="bicubic", antialias=True)
     pixels = pixels.transpose(0, 1)
@@ -134,15 +134,15 @@ def read_clip(
     name: str | None = None,
     reader: str = "auto",
 ) -> Clip:
-    """Read ``num_frames`` frames of a clip, upright, cropped and resized. See :func:`resize_and_crop` for the result.
+    """Read ``num_frames`` frames of a clip, upright, cropped and resized as in :func:`resize_and_crop`.
 
     Frames are chosen by number (``clip_window``), or with ``fps`` by their times (``timed_window``).
 
-    start: see ``clip_window``. short_clips: for a clip that is too short, "skip" raises BadSample; "interval" reads the
-    clip at a smaller interval, if it has ``num_frames`` frames. name: the clip's name in messages. reader: one of
-    ``video_files.CHOICES``; the pixels do not depend on it.
+    start: see ``clip_window``. short_clips: "skip" raises BadSample if a clip is too short; "interval" then tries a
+    smaller frame interval. name: the clip's name in messages. reader: one of ``video_files.CHOICES``; the pixels do not
+    depend on it.
 
-    Raises BadSample if the clip is too short or can't be decoded, or if this or an earlier call took more than
+    Raises BadSample if the clip is too short or can't be decoded, or if a call for this clip took more than
     ``time_limit`` s."""
     check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
@@ -250,7 +250,7 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
 def _within(name: str, seconds: float, work: Callable[[threading.Event], Result]) -> Result:
     """Return ``work(stop)``, computed in a separate thread, because decoders and stalled disks hang inside C code.
 
-    After ``seconds`` seconds, asks ``work`` to return by setting ``stop``, and raises BadSample. A hanging thread
+    After ``seconds`` seconds, sets ``stop``, so that ``work`` should return, and raises BadSample. A hanging thread
     remains until the process ends. Also raises BadSample if the file ``name`` took too long before."""
     if (limit := _hung.get(name)) is not None:  # repeat the message, so that it is logged only once
         raise BadSample(name, f"not read within {limit[0]:g} seconds; not tried again")
@@ -284,8 +284,8 @@ def decode_frames(
     size: FrameSize | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """Return frames of a clip, (T, H, W, 3) uint8. choose: returns the frames' indices for a timeline. size: new size
-    of the frames if they have more than ``WINDOW`` bytes; None never resizes. Raises BadSample."""
+    """Return frames of a clip, (T, H, W, 3) uint8. choose: returns the frames' indices for a timeline. size: the frames
+    are resized to this size if they have more than ``WINDOW`` bytes. Raises BadSample."""
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())
@@ -298,16 +298,16 @@ def decode_frames(
                 return np.concatenate([_shrink(file.read(part), size) for part in parts])
             except Exception as error:
                 if _is_final(error):
-                    raise  # after any other error, the end of this function decodes from the start
+                    raise  # other errors: decode from the start below
     finally:
-        # An error's traceback would keep the reader's video frames until garbage collection. In a forked process,
-        # freeing them would wait for threads that do not exist there.
+        # The error's traceback would keep the reader's frames alive. In a forked process, freeing them later would wait
+        # for threads that do not exist.
         del file
     return _decode_in_order(path, indices, stop, size)
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True if no other reader is tried after ``error``: for BadSample and MemoryError. libav's memory errors do
+    """Return True if ``error`` is BadSample or MemoryError, so that no other reader is tried. libav's memory errors do
     not count, because damaged files declare absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
@@ -378,7 +378,7 @@ def _open_with(
 
 
 def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
-    """Return ``contents`` with the number and times of the frames before the first error. If there are none, return
+    """Return ``contents`` with the number and times of the frames before the first error. Without such frames, return
     ``contents`` unchanged."""
     times: list[int | None] = []
     try:
@@ -399,7 +399,7 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Yield a file's name for FFmpeg, in UTF-8. The name is absolute, because FFmpeg would take "concat:a|b" for a
+    """Yield a file's absolute name for FFmpeg, in UTF-8. FFmpeg would take a relative name like "concat:a|b" for a
     protocol."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
@@ -440,8 +440,8 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes). All other
-    bytes are zero."""
+    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes); the rest is
+    zero."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
             _write(file, parts, size)
@@ -474,8 +474,8 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
 
 
 def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
-    """Return the largest interval up to ``frame_interval`` at which ``num_frames`` of ``length`` frames fit. If none
-    fits, return ``frame_interval``."""
+    """Return the largest interval up to ``frame_interval`` at which ``num_frames`` of ``length`` frames fit;
+    ``frame_interval`` if none fits."""
     too_short = num_frames <= length < 1 + (num_frames - 1) * frame_interval
     return (length - 1) // (num_frames - 1) if too_short else frame_interval
 
@@ -507,7 +507,7 @@ def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_O
     """Return a batch with every :class:`Small` sample enlarged to H x W, and mirrored if requested, on ``x``'s device.
 
     The pixels are bit-identical to ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8
-    on a CPU. The host waits for the device only at the first use of a pair of sizes.
+    on a CPU.
 
     x: (B, C, [T,] H, W) uint8, in any memory order. small: B entries, None for a sample of full size; or None if all
     have full size. at_once: maximum values to resize at once; a single sample may have more."""
@@ -560,7 +560,7 @@ def _along(frames: Tensor, axis: int, length: int) -> Tensor:
 def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Return (positions, weights, fractional bits) of the filter that resizes an axis from ``source`` to ``length``.
     Positions and weights are int32 (taps, length). Output pixel i is the sum over k of weights[k, i] times input pixel
-    positions[k, i]. Double precision and the order of operations make the result bit-identical to torch's."""
+    positions[k, i]. The order of operations is torch's, so that results are bit-identical."""
     scale = source / length
     reach, shrink = 2.0 * max(scale, 1.0), 1.0 / max(scale, 1.0)
     most = math.ceil(reach) * 2 + 1

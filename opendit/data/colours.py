@@ -1,6 +1,6 @@
 """Convert HDR and wide-gamut colours to BT.709 and sRGB, the colours that models are trained on.
 
-Primaries and transfers have their numbers from ITU-T H.273. LittleCMS converts pictures with ICC profiles. A
+Primaries and transfers are numbered as in ITU-T H.273. LittleCMS converts pictures with ICC profiles. A
 :class:`Conversion` converts other files in these steps:
 
 1. Decode the signal to linear light in units of SDR white. HDR's white is 203 nits (BT.2408).
@@ -27,7 +27,7 @@ PQ, HLG = 16, 18  # numbers of two HDR transfers
 WHITE_NITS = 203.0
 KNEE = 0.9
 _MOST_NITS, _HLG_NITS, _HLG_GAMMA = 10_000.0, 1000.0, 1.2
-_CHUNK = 1 << 16  # pixels to convert at once, few enough for the processor's cache
+_CHUNK = 1 << 16  # pixels to convert at once; fits in the processor's cache
 
 _D65, _DCI = (0.3127, 0.3290), (0.314, 0.351)
 # Number of the primaries -> (x, y) of red, green, blue and white.
@@ -38,9 +38,9 @@ _PRIMARIES = {
     12: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060), _D65),
 }
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
-_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # for pictures: number of a power-law transfer -> gamma
+_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # pictures with a power law: transfer -> gamma
 UNSPECIFIED = 2  # number for unspecified primaries, transfer or matrix
-# Number of a matrix from RGB to YCbCr -> red's and blue's weights in luma.
+# Number of an RGB to YCbCr matrix -> (red's weight, blue's weight) in luma.
 MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
 MATRICES |= {9: (0.2627, 0.0593)}
 # Matrices for which FFmpeg's scaler would give wrong colours.
@@ -96,8 +96,8 @@ class Conversion:
         return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
 
     def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
-        """Convert planes (H, W) of Y, Cb and Cr with ``bits`` bits to (H, W, 3) uint8. full: True for full range, False
-        for limited range. matrix: a key of ``MATRICES``."""
+        """Convert planes (H, W) of Y, Cb and Cr to (H, W, 3) uint8. bits: bits per value. full: True for full range,
+        False for limited range. matrix: a key of ``MATRICES``."""
         red, blue = MATRICES[matrix]
         unit = 1 << (bits - 8)
         black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)
@@ -122,7 +122,7 @@ class Conversion:
         count = max(1, _CHUNK // max(1, shape[1]))
         for first in range(0, shape[0], count):
             rows = slice(first, first + count)
-            # Table look-ups and sums of products are bit-identical on every machine. Other operations may not be.
+            # Only table look-ups and sums of products are used, because they are bit-identical on every machine.
             light = [table[part] for part in signals(rows)]
             if self._ootf is not None:
                 gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
@@ -134,8 +134,8 @@ class Conversion:
 
 _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's weights of red, green and blue
 
-# Tables are indexed by the upper bits of the light's float32 value. With 2,048 bins per power of 2, an 8-bit result is
-# off by at most 0.03 of a level. ``_BINS`` has each bin's middle. The first bin includes 0 and negative values.
+# Tables are indexed by the upper bits of the light's float32 value, and ``_BINS`` has each bin's middle. An 8-bit
+# result is off by at most 0.03 of a level. The first bin includes 0 and negative values.
 _SHIFT, _LEAST, _MOST = 12, 2.0**-30, 64.0
 _FIRST = int(np.float32(_LEAST).view(np.int32)) >> _SHIFT
 _LAST = (int(np.float32(_MOST).view(np.int32)) >> _SHIFT) - 1
@@ -187,8 +187,8 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
 
 @lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
-    """Return the conversion for a picture with signal = light ** ``gamma``; None means sRGB's curve. chromaticities:
-    see :func:`to_bt709`; None means sRGB's."""
+    """Return the conversion for a picture with signal = light ** ``gamma``; a ``gamma`` of None means sRGB's curve.
+    chromaticities: see :func:`to_bt709`; None means sRGB's."""
     matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
     return Conversion(decode_srgb if gamma is None else lambda x: x ** (1 / gamma), matrix, encode_srgb)
 
@@ -227,7 +227,8 @@ def compress(light: np.ndarray) -> np.ndarray:
 
 
 def to_bt709(chromaticities: Chromaticities) -> np.ndarray:
-    """Return the (3, 3) matrix from light in these primaries to light in BT.709's, with Bradford's adaptation of white.
+    """Return the (3, 3) matrix from light in these primaries to light in BT.709's. The white is adapted by Bradford's
+    method.
 
     chromaticities: (x, y) of red, green, blue and white. Raises ValueError for degenerate primaries."""
     try:
@@ -251,7 +252,7 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
     return columns * np.linalg.solve(columns, _xyz(chromaticities[3]))
 
 
-MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; a printer's may have three million
+MAX_PROFILE = 2**22  # maximum bytes of an ICC profile
 _CODES = "cicp"  # key of (primaries, transfer) in Image.info
 _CHUNKS = 1000  # maximum PNG chunks to search
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
@@ -260,7 +261,7 @@ Convert = Callable[[Image.Image], Image.Image]
 
 
 def note_codes(image: Image.Image, file: BinaryIO) -> None:
-    """Store the colour codes in a PNG or AVIF as ``image.info``, because Pillow ignores them. file: the opened file."""
+    """Store a PNG's or AVIF's colour codes in ``image.info``, because Pillow ignores them. file: the opened file."""
     find = {"PNG": _png_codes, "AVIF": _avif_codes}.get(image.format or "")
     if find is None:
         return
@@ -277,10 +278,10 @@ def kind_of_picture(image: Image.Image) -> str:
 
 
 def conversion_of(image: Image.Image) -> tuple[str, Convert] | None:
-    """Return (mode, function) to convert a picture's colours to sRGB; None if none is needed or possible.
+    """Return (mode, function) to convert a picture's colours to sRGB; None if no conversion is needed or possible.
 
-    The function converts a picture in ``mode`` ("RGB", "L" or "CMYK", 8 bits per channel) to "RGB". As in browsers, an
-    ICC profile is ignored if it is damaged, larger than ``MAX_PROFILE`` or for other channels."""
+    The function converts a picture in ``mode`` ("RGB", "L" or "CMYK", 8 bits per channel) to "RGB". As in browsers, a
+    damaged, unsuitable or too large ICC profile is ignored."""
     info = image.info
     if _codes_count(image):
         convert = of_picture(*info[_CODES])
@@ -316,11 +317,11 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 def transform_of(profile: bytes, mode: str) -> Convert | None:
     """Return a function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent.
 
-    Return None for a damaged profile, or if no "RGB" or "L" colour changes by more than one level of 255. Variants of
-    the sRGB profile differ as much."""
+    Return None for a damaged profile, or if all "RGB" or "L" colours change by at most one level of 255, as between
+    variants of the sRGB profile."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        # Without this flag, LittleCMS uses a coarse table for "L", and dark greys in linear light are off by 9 levels.
+        # Without this flag, LittleCMS converts "L" by a coarse table: dark greys in linear light are off by 9 levels.
         flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
         made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
         if mode == "CMYK":
@@ -345,8 +346,8 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """Return ("RGB", function) for PNG's gAMA and cHRM; None if both are sRGB's or invalid. As in libpng, a gamma
-    within 5 % and chromaticities within 0.001 count as sRGB's."""
+    """Return ("RGB", function) for PNG's gAMA and cHRM; None if both are sRGB's or invalid. As in libpng, values close
+    to sRGB's count as sRGB's."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
         gamma = None
     if chromaticities is not None:

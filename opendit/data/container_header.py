@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
-MAX_TABLES = 2**28  # maximum bytes of a file's tables; a 19-hour file needs a fifth
+MAX_TABLES = 2**28  # maximum bytes of a file's tables
 # Maximum boxes at a file's top level, and inside a top-level box. A fragmented file has two top-level boxes for each
 # few seconds.
 MAX_BOXES = 100_000
@@ -29,8 +29,8 @@ _INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
 
 
 def problem_of_tables(path: str) -> str | None:
-    """Return why an MP4 must not be decoded: invalid or too large tables, or colours that can't be converted. Return
-    None for a good MP4, and for other files. Raises OSError."""
+    """Return why an MP4 must not be decoded: its tables are invalid or too large, or its colours can't be converted.
+    Return None for a good MP4 and for other files. Raises OSError."""
     read, samples, frames = 0, 0, 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -43,7 +43,7 @@ def problem_of_tables(path: str) -> str | None:
                     return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
                 file.seek(begin)
                 more, shown = _count(file.read(length))
-                # Every fragment declares only its samples, so add the numbers.
+                # Every fragment declares only its own samples.
                 samples, frames = samples + more, frames + shown
                 if samples > size:
                     return f"declares {samples:,} samples, more than its {size:,} bytes"
@@ -55,8 +55,8 @@ def problem_of_tables(path: str) -> str | None:
 
 
 class _Parts:
-    """File-like object that collects the bytes read, as (offset, bytes) in ``parts``. least: minimum bytes per call of
-    ``read``. read, size: see :func:`table_parts`."""
+    """File-like object that records the bytes read in ``parts``, as (offset, bytes). least: minimum bytes per read.
+    read, size: see :func:`table_parts`."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
         self.parts: list[tuple[int, bytes]] = []
@@ -78,7 +78,7 @@ class _Parts:
 
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
     """Return the ranges of an MP4 that locate its frames, as (offset, bytes), including the first ``least`` bytes.
-    Return None if the file must be read completely, because it is invalid, fragmented, or mostly tables.
+    Return None if the file must be read completely: it is invalid, fragmented, or mostly tables.
 
     read: function (offset, count) -> bytes. size: the file's bytes."""
     file = _Parts(read, size, least)
@@ -123,7 +123,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int]:
-    """Return the largest sample count in the tables of a moov or moof box, and the largest in video tables. Raises
+    """Return the largest sample count in a moov or moof box's tables, and the largest in its video tables. Raises
     ValueError for colours that can't be converted, and for a table that declares more entries than it holds."""
     most, video, left = 0, 0, MAX_BOXES
     todo = [(0, len(data), False)]
@@ -131,7 +131,7 @@ def _count(data: bytes) -> tuple[int, int]:
         first, last, is_video = todo.pop()
         boxes = list_boxes(data, first, last, left)
         left -= len(boxes)
-        # The handler box tells if a track is video. It is a sibling of the box with the track's tables.
+        # The handler box tells if the track is video.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
         for kind, begin, end in boxes:
@@ -172,8 +172,8 @@ def list_boxes(
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the sample count that a table in data[begin:end] declares. Raises ValueError if the table declares more
-    entries than it holds, because FFmpeg would read beyond the table."""
+    """Return the sample count that a table in data[begin:end] declares. Raises ValueError if the table is too short for
+    its entries, because FFmpeg would read beyond the table."""
     size = end - begin
     _check(kind, 8, size)
     number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of each sample, or 0
@@ -221,7 +221,8 @@ def _clean_aperture(codecs: bytes) -> "Crop | None":
 
 
 def named_boxes(data: bytes, at: int = 0) -> dict[bytes, bytes]:
-    """Return kind -> contents of the first box of each kind in data[at:]. Raises as :func:`list_boxes`."""
+    """Return {kind: contents} of the boxes in data[at:]. If a kind repeats, the first box counts. Raises as
+    :func:`list_boxes`."""
     found: dict[bytes, bytes] = {}
     for kind, begin, end in list_boxes(data, at):
         found.setdefault(kind, data[begin:end])
@@ -236,8 +237,8 @@ def dolby_profile(entry: bytes) -> int | None:
 
 
 def begins_anew(sample: bytes, length: int) -> bool:
-    """Return True if an H.264 frame refers to no other frame, by its first slice. sample: the frame's bytes. length:
-    bytes of the size before each NAL unit; 0 for start codes instead. Raises ValueError if the slice's header is
+    """Return True if an H.264 frame's first slice refers to no other frame. sample: the frame's bytes. length: bytes of
+    the size before each NAL unit; 0 if start codes separate the units. Raises ValueError if the slice's header is
     incomplete."""
     for unit in _units(sample, length):
         kind = unit[0] & 31
@@ -249,7 +250,7 @@ def begins_anew(sample: bytes, length: int) -> bool:
 
 
 def _slice_type(header: bytes) -> int:
-    """Return the slice type, a header's second Exp-Golomb number. Raises ValueError if the header is incomplete."""
+    """Return the slice type from a slice header. Raises ValueError if the header is incomplete."""
     bits, at, number = "".join(f"{byte:08b}" for byte in header), 0, 0
     for _ in range(2):
         end = bits.index("1", at)
@@ -279,8 +280,8 @@ _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # elements' identifiers in the order 
 def container_crop(name: str, container: str, number: int) -> Crop:
     """Return borders that players hide but FFmpeg does not cut off; zeros if there are none.
 
-    They are a clean aperture in MP4, and crop fields in Matroska. container: FFmpeg's name of the container. number:
-    number of the video stream."""
+    MP4 has a clean aperture, Matroska crop fields. container: FFmpeg's name of the container. number: number of the
+    video stream."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
         return 0, 0, 0, 0

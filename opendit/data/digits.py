@@ -33,7 +33,7 @@ def _load() -> tuple[Tensor, Tensor, Tensor]:
 
     data: Any = load_digits()
     images = torch.from_numpy(data.images).float().div(8).sub(1)[:, None]  # data.images has values 0 to 16
-    # numpy never changes RandomState's numbers, so the split never changes.
+    # RandomState's numbers never change between numpy versions.
     random, test = np.random.RandomState(0), np.zeros(len(data.target), dtype=bool)
     for digit in range(10):
         rows = random.permutation(np.flatnonzero(data.target == digit))
@@ -91,7 +91,7 @@ def name_digit(digit: int) -> str:
 
 
 def all_captions(moving: bool) -> list[str]:
-    """Return the captions of the ten digits or, if ``moving``, of the clips in all four directions."""
+    """Return the ten digits' captions or, if ``moving``, the captions of all clips."""
     if not moving:
         return [name_digit(digit) for digit in range(10)]
     return [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]

@@ -1,9 +1,8 @@
 """Read folders from ``energon prepare``, without the package megatron-energon.
 
-``.nv-meta/`` names the tars, the splits and the samples' fields. Every tar needs an index for these fields.
-``preprocess.py index`` writes the index next to the tar. A missing index is written once, to a cache folder on the
-local disk. In a cooked data set, the user's code makes each sample from a tar's members.
-"""
+``.nv-meta/`` names the tars, the splits and the samples' fields. Every tar needs an index for these fields, written
+next to the tar by ``preprocess.py index``. Otherwise, the index is written once to a cache folder on the local disk. In
+a cooked data set, the user's code makes each sample from a tar's members."""
 
 import importlib
 import io
@@ -48,7 +47,7 @@ from opendit.data.sources import NoSplit
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
 MOST_BYTES = 64 * MIB  # maximum bytes of a file that lists tars or splits
-MOST_OPTIONS = 64  # maximum alternatives for a field in field_map, and steps in one, such as json[a][0]
+MOST_OPTIONS = 64  # maximum alternatives for a field, and maximum steps in a path such as json[a][0]
 COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
@@ -60,7 +59,7 @@ _IGNORED = (
 ).split()
 _KNOWN = [*"__module__ __class__ sample_type field_map sample_loader part_filter subflavors".split(), *_IGNORED]
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
-SMALL = 64 << 20  # if the tars have fewer bytes in total, one process indexes them, because starting more takes longer
+SMALL = 64 << 20  # total bytes below which one process indexes all tars, because starting more takes longer
 
 
 @dataclass(frozen=True)
@@ -246,7 +245,7 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open every tar's index, in order. One rank per machine writes missing indexes, while other ranks wait.
+    """Open every tar's index, in order. If indexes are missing, one rank per machine writes them.
 
     Raises ValueError, beginning with ``shown``, for a missing or damaged tar, a sample count other than Energon's, or a
     read-only cache folder."""
@@ -318,7 +317,7 @@ def _make_one(job: tuple[Path, Path], *, fields: Fields, plan: str) -> None:
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
-TRIED = 100  # samples to try for a first readable one when the data set is opened
+TRIED = 100  # samples to try for a readable one when the data set is opened
 
 Cooker = Callable[[dict[str, Any]], Any]
 
@@ -405,7 +404,8 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """Return the cooker's first result in the first ``TRIED`` samples. Raises ValueError if there is none."""
+        """Return the cooker's result for the first readable sample. Raises ValueError if the first ``TRIED`` are
+        unreadable."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
             try:
@@ -415,7 +415,7 @@ class CookedDataset(ShardDataset):
         raise ValueError(f"{self.shown}: {FLAG} {self.name} reads none of the first samples ({reason}); correct it")
 
     def _cook(self, row: int) -> dict[str, Any]:
-        """Return the cooker's result: image or video, and caption or label if any. Raises BadSample."""
+        """Return the cooker's result. Raises BadSample."""
         if self._cooked[0] == row:  # a picture and its caption are read separately
             return self._cooked[1]
         content = self.read_medium(row)

@@ -44,7 +44,7 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """A selection from a split: samples ``first`` to before ``last``, and of these the fractions ``start`` to ``end``.
+    """A selection from a split: the samples [``first``, ``last``) and, among them, the fractions [``start``, ``end``).
     Sample numbers are rounded down, as in Energon."""
 
     start: float = 0.0
@@ -53,14 +53,14 @@ class Subset:
     last: int | None = None  # None: the end of the split
 
     def within(self, outer: "Subset | None") -> "Subset":
-        """Return this subset restricted by ``outer``. ``outer`` must select by fractions only."""
+        """Return this subset restricted by ``outer``, which must select by fractions only."""
         if outer is None:
             return self
         length = self.end - self.start
         return replace(self, start=self.start + outer.start * length, end=self.start + outer.end * length)
 
     def of(self, samples: int) -> tuple[int, int]:
-        """Return (first, last) of the selected samples among ``samples``; ``last`` is excluded. Raises ValueError."""
+        """Return the numbers [first, last) of the selected samples among ``samples``. Raises ValueError."""
         last = samples if self.last is None else self.last
         if not self.first <= last <= samples:
             raise ValueError(f"subset: range [{self.first}, {last}] of {samples:,} samples")
@@ -82,7 +82,7 @@ class Leaf:
 
 
 def is_metadataset(content: Any) -> bool:
-    """Return True if a YAML file's content is an Energon metadataset, and not one of OpenDiT's blends."""
+    """Return True if a YAML file's content is an Energon metadataset. OpenDiT's blends have the key "sources"."""
     if not isinstance(content, dict) or "sources" in content:
         return False
     return "splits" in content or str(content.get("__module__", "")).startswith("megatron.energon")
@@ -315,8 +315,8 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the leaf's tars with the rows to use. Tars without such rows are left out. The leaf's subset also counts
-    samples that an index or ``exclude`` leaves out."""
+    """Return the leaf's tars with their selected rows. Tars without selected rows are left out. The leaf's subset also
+    counts excluded samples and samples without an index row."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:
@@ -339,8 +339,8 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
-    """Return the index rows of samples from ``first`` to before ``last``, without samples with a key in ``keys``. None
-    means all rows. first, last: sample numbers in the tar, including samples that the index leaves out."""
+    """Return the index rows of the samples [first, last), without samples with a key in ``keys``. None means all rows.
+    first, last: sample numbers in the tar, including samples that the index leaves out."""
     count = index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
         return None

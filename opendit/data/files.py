@@ -39,14 +39,13 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str | None:
-    """Return the kind of a file with this ``st_mode``, such as "a folder"; None for a regular file."""
+    """Return a name such as "a folder" for this ``st_mode``; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
 
 
 def problem(path: str | Path) -> str | None:
-    """Return why a path can't be opened as a regular file, or None if it probably can.
-
-    The file itself is not opened, because a pipe may block and a device may have side effects."""
+    """Return why a path can't be opened as a regular file, or None. The path is not opened, because a pipe may block
+    and a device may have side effects."""
     try:
         kind = kind_of(os.stat(path).st_mode)
     except OSError as error:
@@ -85,7 +84,7 @@ def allow_open_files() -> None:
 
 @contextmanager
 def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on the file ``path``, after other processes on this machine have released the lock.
+    """Hold an exclusive lock on the file ``path``. Waits while another process on this machine holds the lock.
 
     The lock ends with the process. root: follow no link below this folder. make: create missing folders above ``path``.
     Raises OSError if the file can't be opened."""
@@ -96,7 +95,7 @@ def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Ite
 
 
 def in_threads(work: Callable[[Given], Result], items: Iterable[Given], threads: int = 8) -> list[Result]:
-    """Return ``work(item)`` for all items, in order. A network disk serves 8 reads in the time of one."""
+    """Return ``work(item)`` for all items, in order. Threads speed up reads from a network disk."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, items))
 
@@ -113,14 +112,14 @@ def first_bytes(path: str | Path, count: int) -> bytes:
 
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second, third, fourth and fifth attempt
-# Errors of a disk or network file system that is down. Damaged or missing files cause other errors.
+# Errors of a disk or network file system that is down.
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
 
 
 def retried(address: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()``, after up to five attempts with growing pauses. address: what ``work`` reads.
+    """Return ``work()``, tried up to five times with growing pauses. address: what ``work`` reads.
 
     Raises DataError after the last attempt, or at once if the file is missing or forbidden. DataError and ValueError
     from ``work`` are raised at once."""
@@ -142,8 +141,8 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 
 
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
-    """Return ``work()``, after up to five attempts while the disk of ``path`` is down. Raises DataError after the last
-    attempt. Other errors of ``work`` are raised at once. wait: called with the seconds of each pause."""
+    """Return ``work()``, tried up to five times while the disk of ``path`` is down. Raises DataError after the last
+    attempt. Other errors are raised at once. wait: called with the seconds of each pause."""
     for last in _attempts(wait):
         try:
             return work()
@@ -159,7 +158,7 @@ def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[f
 
 
 def _attempts(wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
-    """Yield False before every attempt except the last, then True. Pause between attempts."""
+    """Yield False for every attempt except the last, then True. Pause between attempts."""
     for pause in PAUSES:
         yield False
         wait(pause)
@@ -171,7 +170,7 @@ def _failed(name: str | Path) -> str:
 
 
 def _down(path: str | Path, error: Exception) -> int | None:
-    """Return the errno if ``error`` or ``os.stat`` of the path shows that the disk is down, else None."""
+    """Return the errno if ``error`` or ``os.stat`` shows that the path's disk is down, else None."""
     cause = error if isinstance(error, OSError) else error.__cause__
     # Exclude PyAV's subclasses of OSError, because FFmpeg also reports EIO for damaged files.
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:
@@ -198,8 +197,8 @@ _open_files = threading.local()
 
 
 def read_at(name: Hashable, open_file: Callable[[], int], at: int, size: int) -> bytes:
-    """Return ``size`` bytes from offset ``at`` of a file, or fewer at the file's end. Each thread's last files stay
-    open.
+    """Return ``size`` bytes from offset ``at`` of a file, or fewer at the file's end. Files stay open for the next
+    call.
 
     name: identifies the open file. open_file: opens the file and returns its descriptor. Raises OSError."""
     files: OrderedDict[Hashable, _OpenFile] = vars(_open_files).setdefault("files", OrderedDict())  # of this thread
@@ -230,7 +229,7 @@ def name_few(messages: list[str]) -> str:
 
 
 CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
-VISITS = 100  # maximum listings of one folder in a search, because links can lead there endlessly
+VISITS = 100  # maximum listings of one folder in a search, because links can form cycles
 Identity = tuple[int, int]  # (device, inode) of a folder
 
 
@@ -301,8 +300,8 @@ def folders_above(folder: str) -> frozenset[Identity]:
 def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:
     """Return (files with one of ``suffixes``, subfolders), as sorted names.
 
-    Other entries are added to ``ignored``. A link to a missing file counts as a file, so that a reader reports the
-    loss. Raises OSError."""
+    Other entries are added to ``ignored``. A broken link counts as a file, so that the reader reports it. Raises
+    OSError."""
     with os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
     files, folders = [], []
@@ -329,7 +328,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _unusual(entry: os.DirEntry[str]) -> str | None:
-    try:  # a listing usually has the file types, so this rarely accesses the disk
+    try:  # this rarely accesses the disk, because a listing usually has the file types
         return None if entry.is_file(follow_symlinks=False) else kind_of(entry.stat().st_mode)
     except OSError:
         return None  # a broken link
@@ -376,8 +375,8 @@ _BLOCK = 4096
 def hash_files(paths: Sequence[str]) -> str:
     """Return a hash of the files' number, sizes and contents, in order, without their names.
 
-    Hashing takes about a second for any data: at most 10,000 evenly spaced files are read, and only evenly spaced
-    blocks of long files. An unreadable file counts as b""."""
+    At most 10,000 evenly spaced files are read, and only evenly spaced blocks of long files. So hashing takes about a
+    second for any data. An unreadable file counts as b""."""
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
     return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
@@ -409,7 +408,7 @@ _REPAIR = "copy it again or run the preprocess.py command that made it"
 class Verification:
     """Compares files with checksums in a background thread, slowly enough not to slow down training.
 
-    files: path below ``folder`` -> SHA-256. flag: beginning of messages about damage."""
+    files: path relative to ``folder`` -> SHA-256. flag: beginning of messages about damage."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag
@@ -419,11 +418,11 @@ class Verification:
         self._stop = threading.Event()
 
     def share(self, number: int, shares: int) -> "Verification":
-        """Return the verification of one of ``shares`` equal parts of the files."""
+        """Return the verification of every ``shares``-th file, from file ``number`` on."""
         return Verification(self.folder, dict(sorted(self.files.items())[number::shares]), self.flag)
 
     def check(self) -> None:
-        """Start the thread at the first call. In later calls, raise DataError if the thread has found a bad file. Never
+        """Start the thread at the first call. Later calls raise DataError if the thread has found a bad file. Never
         waits."""
         if self._thread is None and self.files:
             self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
@@ -469,6 +468,6 @@ class Verification:
                 block = file.read(READ_AT_ONCE)
                 if not block:
                     return digest.hexdigest()
-                digest.update(block)  # releases the GIL, so that training continues meanwhile
+                digest.update(block)  # releases the GIL
                 if self._stop.wait(time.monotonic() - started):  # pause as long as the read took
                     return None

@@ -29,8 +29,8 @@ SEED = 0x76616C  # seed for choosing held-out files; independent of --global_see
 def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
     """Split a data set's rows into (training set, held-out set).
 
-    Among n files, round(share x n) are held out, at least one. Rows of one file, such as a picture with several
-    captions, are never separated. The choice depends only on the number of files. A larger share only adds files.
+    Among n files, round(share x n) are held out, at least one. Rows from the same file are never separated. The choice
+    depends only on the number of files, and a larger share only adds files.
 
     Raises ValueError if no files are left for training."""
     files_of = dataset.describe().files
@@ -54,7 +54,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
 
 def _drawn(start: int, stop: int, files: int) -> np.ndarray:
-    """Return sorted entries [start, stop) of the permutation of file numbers by ``SEED``."""
+    """Return entries [start, stop) of the permutation of file numbers by ``SEED``, sorted."""
     found = np.empty(stop - start, dtype=np.int32 if files < 2**31 else np.int64)
     for first in range(start, stop, _DRAWN):
         places = np.arange(first, min(stop, first + _DRAWN))
@@ -83,8 +83,8 @@ def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], co
 class SomeRows(MediaDataset):
     """Some rows of another data set, renumbered from 0.
 
-    rows: the chosen rows of ``whole``, ascending. part: describes the subset in the log. Raises ValueError for no
-    rows."""
+    rows: the chosen rows of ``whole``, ascending. part: the subset's name in the log. Raises ValueError if ``rows`` is
+    empty."""
 
     def __init__(self, whole: MediaDataset, rows: np.ndarray | Complement, part: str):
         if len(rows) == 0:
@@ -164,5 +164,5 @@ class SomeRows(MediaDataset):
         return int(self.rows[row])
 
     def _below(self, ends: Sequence[int]) -> list[int]:
-        """Return, for each number in ``ends``, how many chosen rows are smaller."""
+        """Return how many chosen rows are below each number in ``ends``."""
         return self.rows.searchsorted(ends).tolist()

@@ -222,7 +222,7 @@ class LatentDataset(ShardDataset):
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         """Return the original size as a Medium, and the latents as frames in false colours."""
         moments, video, along = self.read(row).x, self.index.get("video"), 1
-        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first latent frame encodes a single frame
+        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first latent frame encodes only one frame
             along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
         size = self.index["image_size"]
         height, width = (side * size // self.sample_shape[-1] for side in moments.shape[-2:])
@@ -254,7 +254,7 @@ class LatentDataset(ShardDataset):
         return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
     def _frames(self, key: int) -> int:
-        """Return the latent frames of samples with this shape key, from the first readable sample."""
+        """Return the number of latent frames in the first readable sample with this shape key."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
@@ -278,7 +278,7 @@ class LatentDataset(ShardDataset):
         return {shard["file"]: shard["sha256"] for shard in self.index["shards"]} | self.index.get("checksums", {})
 
     def _identity(self) -> str:
-        # Leave out checksums and caption counts, so that older caches without both keep their identity.
+        # Checksums and caption counts are left out, because older caches lack them and must keep their identity.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
         index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "version": VERSION, "shards": shards}, sort_keys=True))
@@ -446,8 +446,7 @@ def _members(about: bytes, samples: Sequence[CachedSample]) -> Iterator[tuple[st
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Return (sample count, settings, skipped files) of a complete tar from :func:`write_shard`; None for other
-    files."""
+    """Return (sample count, settings, skipped files) of a complete tar from :func:`write_shard`, else None."""
     try:
         header = TarIndex(index_of(path)).header
         with open(open_regular(path), "rb") as file:
@@ -462,7 +461,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
 
 
 def complete_tars(folder: Path, settings: dict[str, Any]) -> set[str]:
-    """Return the names of complete tars of one picture size. Raises ValueError if a tar has other settings."""
+    """Return the names of the complete tars for one picture size. Raises ValueError if a tar has other settings."""
     kept = set()
     for path in sorted(folder.glob(f"latents-{settings['image_size']}-*.tar")):
         header = read_header(path)
@@ -494,7 +493,7 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
 
 
 def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
-    """Read the latents' indexes behind an address. Return None for a tar's address, or without index.json."""
+    """Read the latents' indexes behind an address. Return None without index.json, or if the address is a tar's."""
     name = f"{address.rstrip('/')}/{INDEX}"
     content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
     return None if content is None else check_indexes(parse_json(content, name), name)
@@ -529,8 +528,8 @@ def arrays_of(
 
 
 def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the name of the latents' array, and of the mirror image's array if there is one. Raises ValueError if no
-    array has the shape, or if several have it and none has a name in ``_USUAL``."""
+    """Return the name of the latents' array and, if there is one, of the mirror image's array. Raises ValueError if no
+    array has the shape, or if several have the shape and none has a name in ``_USUAL``."""
     stored = _stored_shape(form, shape)
     fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
     chosen = [name for name in _USUAL if name in fits][:1] or fits
@@ -543,9 +542,9 @@ def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...
 
 
 def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
-    """Return a sample's mean and standard deviation, (F, 2C, [t,] h, w) fp32. F is 2 with a mirror image. foreign: see
-    ``ForeignTars``. Raises the errors of :func:`arrays_of`, and ValueError if an array is missing, not finite or of
-    another shape."""
+    """Return a sample's mean and standard deviation, (F, 2C, [t,] h, w) fp32, where F is 2 with a mirror image.
+    foreign: see ``ForeignTars``. Raises ValueError if an array is missing, not finite or of another shape, and the
+    errors of :func:`arrays_of`."""
     names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
     arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
     views = []

@@ -1,8 +1,7 @@
 """Read and write ``index.json``, the description of cached latents in a folder.
 
-The file holds one index for every ``--image_size``. With ``--bucket_tokens``, tars of one size may have latents of
-different shapes. An index is written after its shards, so shards without an index are unfinished.
-"""
+The file holds one index for every ``--image_size``. An index is written after its shards, so shards without an index
+are unfinished."""
 
 import json
 import shlex
@@ -71,7 +70,7 @@ class LatentsSettings(JsonObject):
 
 
 class LatentsShard(JsonObject):
-    """Content of the tar member ``latents.ABOUT``. skipped: "path: reason" of each unreadable file."""
+    """Content of the tar member ``latents.ABOUT``. skipped: "path: reason" of unreadable files."""
 
     settings: LatentsSettings
     skipped: Skipped
@@ -83,7 +82,7 @@ class ShardEntry(JsonObject):
     file: FileName
     count: Count
     bytes: Count
-    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0  # key of the file's samples, see ``Shapes.keys``
+    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0  # key of the samples, see ``Shapes.keys``
     latent_shape: LatentShape = absent()  # only with --bucket_tokens; absent: same as the index
     sha256: Sha256 = ""
 
@@ -193,7 +192,7 @@ OLD_FILES = "latents-*.safetensors"  # latents of version 1
 
 
 def convert_advice(folder: str) -> str:
-    """Return the cause and the fix as an error message about a folder of version 1."""
+    """Return an error message's part about a folder of version 1: the cause and the fix."""
     return (
         "holds latents in safetensors files, as earlier versions made them; convert them: python preprocess.py shards "
         f"--data_path {shlex.quote(folder)} --output TARS"
@@ -201,7 +200,7 @@ def convert_advice(folder: str) -> str:
 
 
 def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
-    """Return the indexes in an index.json, one per picture size; None if the content does not describe latents. Raises
+    """Return the indexes in an index.json, one per picture size; None if ``index`` does not describe latents. Raises
     ValueError for an invalid index or another version. source: the file's path."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
@@ -220,8 +219,8 @@ def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
 
 
 def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
-    """Return the indexes in a folder's index.json; None without the file, or if the file can't be parsed and the folder
-    has no latents. Raises ValueError for another damaged index."""
+    """Return the indexes in a folder's index.json. Return None without this file, or if it is no JSON and the folder
+    has no latents. Raises ValueError for a damaged index."""
     path = folder / INDEX
     try:
         content = read_json(path, LATENTS_SIZES.most_bytes)
@@ -249,7 +248,7 @@ def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> d
 def write_index(folder: Path, indexes: list[dict[str, Any]]) -> None:
     content = {"format": FORMAT, "version": VERSION, "sizes": sorted(indexes, key=lambda index: index["image_size"])}
     with replacing(folder / INDEX, temporary=INDEX + ".partial") as new:
-        # write_file syncs the content, so that a power cut can't leave an empty file.
+        # write_file syncs the content, so that a power cut leaves no empty file.
         write_file(new, iter([(json.dumps(content, indent=1) + "\n").encode()]))
 
 
@@ -259,7 +258,7 @@ LOCK = ".index.lock"  # hold this lock only to change index.json
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Remove the index for the picture size in ``settings``, because its shards will be rewritten. Return the removed
     shards' checksums by file name. Raises ValueError if the folder holds no latents, latents of version 1, or latents
-    of other data, VAE, clip settings or text encoder."""
+    with other settings."""
     with file_locked(folder / LOCK):
         indexes, others = _indexes(folder, settings)
         if others:
@@ -284,7 +283,7 @@ def _indexes(folder: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any
         return [], []
     try:
         indexes = read_indexes(folder)
-    except ValueError:  # a damaged index, or one of another version, will be overwritten
+    except ValueError:  # an index that is damaged or of another version is overwritten
         indexes = []
     if indexes is None:
         raise ValueError(f"--output {folder}: holds an {INDEX} of something else; pass another folder")

@@ -57,7 +57,7 @@ AHEAD = 2  # batches that each worker prefetches
 POLL = 1.0  # seconds between checks of the workers while the main process waits for a batch
 
 # Keeps loaders alive while a thread may hold their tensors. If a thread frees a tensor during interpreter exit, the
-# process aborts ("terminate called without an active exception").
+# process aborts.
 not_ended: list[Any] = []
 
 
@@ -67,11 +67,10 @@ class ReadAhead:
     Use this as a context manager: the workers live until ``close()``. With 0 workers, the main process reads.
 
     Args:
-        reader: map-style data set from requests to results. It reads from the MediaDataset ``reader.dataset``, and
-            calls ``reader.on_read`` with each row before reading the row.
+        reader: map-style data set from requests to results. It reads rows of the MediaDataset ``reader.dataset``, and
+            first calls ``reader.on_read`` with each row.
         requests: iterable of requests.
-        patience: seconds that one file may take while the main process waits. After that, DataError names the file. 0
-            means no limit.
+        patience: seconds that the main process waits for one file before DataError names it; 0 means no limit.
         who: prefix of the warning after half of ``patience``, such as "rank 3: ".
         on_hang: called from another thread with the error's text when a file hangs. With 0 workers, only this callback
             can end a hung read.
@@ -96,7 +95,7 @@ class ReadAhead:
         in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         with collection_paused(), warnings.catch_warnings():
-            # torch warns about more workers than cores, but they are useful if reads wait for a disk.
+            # torch warns about more workers than cores, but they help if reads wait for a disk.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
                 _Guarded(reader, self.reading) if num_workers else reader,
@@ -109,12 +108,12 @@ class ReadAhead:
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
             self._results: Any = iter(loader)
-        # Restore the SIGCHLD handler. When a worker dies, torch's handler raises anywhere in the main process, perhaps
-        # during a save. Here, the next ``__next__`` raises.
+        # When a worker dies, torch's SIGCHLD handler would raise anywhere in the main process. With the old handler,
+        # the next ``__next__`` raises.
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # At exit, end the workers first. multiprocessing would send a signal that workers ignore, and wait.
+        # At exit, end the workers first. Otherwise multiprocessing would wait for workers that ignore its signal.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
@@ -157,14 +156,14 @@ class ReadAhead:
         return result
 
     def _wait_for_result(self):
-        """Poll for a result every second. DataLoader polls only every five seconds."""
+        """Poll for a result every second. DataLoader would poll every five seconds."""
         while True:
             arrived, result = self._results._try_get_data(timeout=POLL)
             if arrived:
                 return result
 
     def _give_up(self, late: str) -> None:
-        """Kill the workers after a timeout. This wakes the waiting main process. late: describes the timeout."""
+        """Kill the workers after a timeout, so that the main process stops waiting. late: describes the timeout."""
         self._hung = _no_data(late, self.patience)
         for worker in self._workers:
             worker.kill()
@@ -191,8 +190,8 @@ class ReadAhead:
         return "; ".join(late)
 
     def _check_deaths(self, patience: float, cause: Exception | None = None) -> None:
-        """Raise DataError if a worker died, or was killed after a timeout. Wait up to ``patience`` seconds for an exit,
-        because a read may fail before its worker's exit is visible."""
+        """Raise DataError if a worker died, or was killed after a timeout. Waits up to ``patience`` seconds for an
+        exit, because a read may fail before the exit is visible."""
         if self._hung:
             raise DataError(self._hung) from cause
         ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
@@ -216,17 +215,17 @@ class ReadAhead:
         results, self._results = self._results, None
         self._closing.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
-            self._watcher.join(timeout=1)  # the watcher must not free tensors during exit, see not_ended
+            self._watcher.join(timeout=1)  # the watcher must not free tensors during exit
         if results is None or not self._workers:
             self.reading.end()
             return
-        # Run torch's shutdown in a thread, because it waits without a timeout. Then kill workers that are still alive.
+        # torch's shutdown has no timeout, so run it in a thread. Then kill workers that are still alive.
         orderly = threading.Thread(target=shut_down, args=(results,), name="loader end", daemon=True)
         orderly.start()
         orderly.join(timeout=1)
         self._end()
         orderly.join(timeout=1)
-        if orderly.is_alive():  # the thread must not free the batches, so keep them alive
+        if orderly.is_alive():  # keep the batches alive, because the thread must not free them
             not_ended.append(results)
 
 
@@ -266,8 +265,8 @@ def _no_data(late: str, patience: float) -> str:
 
 
 class _Reading:
-    """Records each worker's row and the time when its reading began, in shared memory. Times are from time.monotonic(),
-    a clock that all processes share."""
+    """Records each worker's row and the start time of its read, in shared memory. Times are from time.monotonic(),
+    which all processes share."""
 
     def __init__(self, workers: int):
         self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)
@@ -293,8 +292,7 @@ class _Reading:
 
 
 def _failure(error: Exception, where: str) -> Exception:
-    """Convert a worker's error to the main process's error. DataLoader's error would show the worker's traceback.
-    where: " at FILE" or ""."""
+    """Convert a worker's error to the main process's error, without the worker's traceback. where: " at FILE" or ""."""
     text = " ".join((str(error) or type(error).__name__).split())
     if isinstance(error, DataError | OSError):
         return DataError(text)
@@ -398,7 +396,7 @@ def requests(
     start_step: int,
     end_step: int | None,
 ) -> Iterator[_Request]:
-    """Yield the rank's request for each micro-batch of each step, in order. end_step: None means without end."""
+    """Yield the rank's request for each micro-batch, in order of steps. end_step: None means without end."""
     for step in itertools.count(start_step) if end_step is None else range(start_step, end_step):
         rows, epoch = schedule.rows(step), schedule.epoch(step)
         for micro in range(micro_batches):
@@ -411,8 +409,7 @@ class _BatchReader(Dataset[Any]):
     def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
-        # uint8 takes a quarter of the memory. With float32, filling, stacking and sending would take half of the time
-        # for a small clip.
+        # uint8 takes a quarter of float32's memory. For a small clip, this saves half of the time.
         self.samples = SampleReader(dataset, as_bytes=True, enlarge=enlarge, augment=augment)
         self.has_text = self.samples.about.conditioning == "text"
         self.buffer = _RingBuffer()
@@ -421,8 +418,8 @@ class _BatchReader(Dataset[Any]):
         if request.packed:
             return self._packed(request)
         x, items = None, []
-        # Copy each sample to the batch before reading the next one, so that all clips reuse one buffer. New memory from
-        # the kernel costs 1 ms per clip.
+        # Each sample is copied to the batch before the next read, so that all clips reuse one buffer. New memory costs
+        # 1 ms per clip.
         for i, item in enumerate(self.samples.items(request.sample_keys, self.on_read)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])
@@ -474,8 +471,8 @@ def _place(item: Item, target: Tensor) -> None:
 class _RingBuffer:
     """Ring of shared memory buffers in which a worker collates its batches.
 
-    New shared memory for every batch would take longer than the copy: 2.3 of 7 ms for a clip of 16 x 256 x 256. A
-    buffer is reused after ``AHEAD`` + 1 batches, when the main process has copied the old batch."""
+    New shared memory for every batch would take longer than the copy. A buffer is reused after ``AHEAD`` + 1 batches,
+    when the main process has copied the old batch."""
 
     def __init__(self):
         self.storages: list[torch.UntypedStorage] = []
@@ -483,8 +480,8 @@ class _RingBuffer:
         self.own = OwnMemory()  # used with 0 workers
 
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``. ``shape`` has as
-        many axes as ``like``. Clips stay channels-last, because permuting takes longer than copying."""
+        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``. ``shape`` and
+        ``like`` have equally many axes."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -495,7 +492,7 @@ class _RingBuffer:
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
         if place == len(self.storages) or self.storages[place].nbytes() < size:
-            # Fill a new buffer with zeros, because small samples leave gaps, and reading unwritten pages is slow.
+            # Small samples leave gaps in a buffer, and reading unwritten pages is slow. So fill the buffer with zeros.
             storage = torch.UntypedStorage._new_shared(size, device="cpu")
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             self.storages[place : place + 1] = [storage]
@@ -503,10 +500,10 @@ class _RingBuffer:
 
 
 class OwnMemory:
-    """Pool of memory for batches, because new memory from the system costs as much as copying a batch."""
+    """Pool of memory for batches. New memory from the system would cost as much as copying a batch."""
 
     def __init__(self):
-        # (buffer, weak reference to the view behind its latest storage). A buffer is free if the view is gone.
+        # (buffer, weak reference to its latest view). A buffer is free if the view is gone.
         self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
@@ -527,7 +524,6 @@ class OwnMemory:
 
 
 def _stack(parts: Sequence[Any]) -> Any:
-    """Stack named tuples of tensors field by field. Return None for a list of None."""
     return None if parts[0] is None else type(parts[0])(*map(torch.stack, zip(*parts, strict=True)))
 
 
@@ -564,11 +560,11 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch. Raises DataError if too many files are unreadable, a worker died or hangs, or a file
-        is damaged."""
+        """Return the next batch. Raises DataError if too many files are unreadable, a file is damaged, or a worker died
+        or hangs."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # starts a thread at the first call, so not before the workers are forked
+            self.verification.check()  # starts a thread, so this must follow the forking of workers
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read
@@ -583,7 +579,7 @@ class BatchIterator:
 
     def _own(self, x: Tensor, copied: Callable[[Tensor], Tensor]) -> Tensor:
         x = x if self._as_bytes else to_pixels(x)
-        return copied(x) if x.is_shared() else x  # the worker overwrites shared memory, see _RingBuffer
+        return copied(x) if x.is_shared() else x  # the worker reuses shared memory, see _RingBuffer
 
     @property
     def read(self) -> int:
@@ -620,8 +616,8 @@ def build_loader(
     who: str = "",
     on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
-    """Return an iterator over one data-parallel rank's batches, from ``start_step`` to before ``end_step``. None means
-    without end.
+    """Return an iterator over one data-parallel rank's batches for the steps [start_step, end_step). An ``end_step`` of
+    None means without end.
 
     In each micro-batch, the rank reads entries (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the global
     batch. An entry is a sample, a pack, or with ``bucket_tokens`` several samples of one shape.
@@ -666,8 +662,8 @@ def read_batches(
 ) -> BatchIterator:
     """Return an iterator over the samples with these keys, in batches, without augmentation. Pixels stay uint8.
 
-    All samples in a batch must have one step and one shape. how: num_workers, patience, who, on_hang of ``ReadAhead``.
-    """
+    All samples in a batch must have one step and one shape. how: num_workers, patience, who, on_hang of
+    ``ReadAhead``."""
     asked = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
     read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), asked, pin_memory=False, **how)
     return BatchIterator(read, BadFileCounter(max_bad, on_skip), as_bytes=True)

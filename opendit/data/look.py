@@ -39,8 +39,8 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens, fr
 
 @dataclass(frozen=True)
 class MediumTokens:
-    """Counts a medium's tokens at its original aspect ratio and length. A medium with a larger area than ``image_size``
-    squared is scaled down to this area."""
+    """Counts a medium's tokens at its original aspect ratio and length. A larger medium is scaled down to the area of
+    ``image_size`` squared."""
 
     image_size: int
     num_frames: int  # maximum frames of a clip
@@ -61,9 +61,10 @@ class BudgetFill:
     """Result of packing media into sequences of ``budget`` tokens."""
 
     budget: int
-    # Used fraction of the tokens, without the emptiest sequence: more media would fill it. None for one sequence.
+    # Used fraction of the tokens, without the emptiest sequence, because more media would fill it. None for one
+    # sequence.
     fill: float | None
-    too_long: float  # fraction of media that are longer than a sequence and therefore left out
+    too_long: float  # fraction of media that are left out because they are longer than a sequence
 
 
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
@@ -81,7 +82,7 @@ def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
 
 SIZE = 11
 MISSING = "Glyph .* missing from"  # start of matplotlib's warning about a missing glyph
-# Prefixes of file names, in lower case, for fonts with Chinese, Japanese and Korean. The first installed font is used.
+# Beginnings of lower-case file names of fonts with Chinese, Japanese and Korean. The first installed font is used.
 CJK = ("notosanscjk", "sourcehansans", "wqy-microhei", "wqy-zenhei", "droidsansfallback", "pingfang", "msyh", "simhei")
 
 
@@ -120,7 +121,7 @@ def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
 
 
 def font_of(text: str) -> ImageFont.FreeTypeFont:
-    """Return the font that lacks the fewest characters of a text, because Pillow draws a text in a single font."""
+    """Return the font that lacks the fewest of a text's characters. Pillow draws a text in a single font."""
     return min(loaded_fonts(), key=lambda font: sum(ord(letter) not in font[1] for letter in text))[0]
 
 
@@ -165,7 +166,7 @@ class Findings:
 
     @functools.cached_property
     def of_captions(self) -> list[str]:
-        """Lines for the log about long captions and captions without words."""
+        """Lines for the log about long captions and about captions without words."""
         if (about := self.dataset.describe()).conditioning != "text":
             return []
         words = {each.row: each.words for each in self.looks}
@@ -174,7 +175,7 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """Text with the numbers of opened and bad rows and, for several sources, of each source's samples."""
+        """Text with the numbers of opened and bad rows and, if there are several sources, each source's samples."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.describe().sources) is None:
             return rows
@@ -184,7 +185,7 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """Draw a PNG of thumbnails, with the caption or class and the size below each."""
+    """Draw a PNG of thumbnails, each with its caption or class and its size below."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
     lines: list[list[tuple[int, Look]]] = []  # (column, look) pairs of each line
@@ -379,7 +380,7 @@ def open_any(
     **options: Any,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
     """Return (data set, (image_size, num_frames, frame_interval)) for ``--data_path``, with clips if there are any.
-    Missing numbers and ``fps`` come from the settings of cached latents; for other data they are 256, 16, 1 and None.
+    Missing arguments come from the settings of cached latents; for other data they are 256, 16, 1 and no ``fps``.
     options: more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, naming the flag."""
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
@@ -388,8 +389,7 @@ def open_any(
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
-    # Bad files are only reported, so max_bad is 1.0. Open the data set with clips. After a failure, open only pictures,
-    # and raise an error of this second attempt.
+    # max_bad is 1.0 because bad files are only reported. If the data set can't be opened with clips, try without.
     options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
@@ -402,7 +402,7 @@ def open_any(
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """Read the indexes of cached latents, for a blend from the first source. Return None for other data."""
+    """Read the indexes of cached latents, for a blend from its first source. Return None for other data."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):
@@ -415,8 +415,8 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 
 
 def _has_clips(dataset: MediaDataset) -> bool:
-    """Return False if ``PicturesAndClips`` were opened with clips but contain none. Other data sets can be opened with
-    clips only if they contain some."""
+    """Return False if the data set can hold clips but has none. Data sets other than ``PicturesAndClips`` are opened
+    with clips only if they contain some."""
     dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
@@ -428,7 +428,7 @@ def _has_clips(dataset: MediaDataset) -> bool:
 def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
     """Return ``samples`` evenly spaced rows in ascending order, or all rows if there are fewer.
 
-    Each source has at least one row, and rows in proportion to its initial weight. A small source's rows may repeat."""
+    A source gets rows in proportion to its initial weight, at least one. A small source's rows may repeat."""
     sources = dataset.describe().sources
     if sources is None:
         return _spread(len(dataset), min(samples, len(dataset)))
@@ -441,7 +441,7 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """Return ``count`` evenly spaced integers in [0, ``size``), ascending. They repeat if ``count`` exceeds
+    """Return ``count`` evenly spaced integers in [0, ``size``), ascending, with repeats if ``count`` exceeds
     ``size``."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
     return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))

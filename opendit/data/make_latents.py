@@ -1,8 +1,7 @@
 """Encode a data set's pictures or clips, and their captions, once before training.
 
 Every rank encodes the shards ``rank, rank + world_size, ...``. A shard's bytes depend only on the data and the
-settings, not on the number of ranks or on interruptions.
-"""
+settings."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +58,7 @@ from opendit.parallel.supervisor import Supervisor
 
 
 class _RowReader(Dataset[Any]):
-    """Map-style data set that reads batches of rows in a worker process. Bad rows are left out."""
+    """Data set that reads batches of rows in a worker process. Unreadable rows are left out."""
 
     def __init__(self, dataset: MediaDataset):
         self.dataset = dataset
@@ -95,7 +94,7 @@ class FirstFrameEncoder:
 
     @classmethod
     def of(cls, folder: Path, family: str, device: torch.device) -> "FirstFrameEncoder | None":
-        """Return the encoder for the model in a pipeline's folder; None if the model takes no first frames."""
+        """Return the encoder for the model in a pipeline's folder; None if the model needs no first frames."""
         path = folder / "transformer/config.json"
         try:
             spec = FAMILIES[family].layout(read_json(path, MIB))
@@ -172,7 +171,7 @@ def make_latents(
     if world_size > 1:
         dist.broadcast_object_list(before, src=0, group=dist.group.WORLD)
     mine = {shard: plan[shard] for shard in range(rank, len(plan), world_size)}
-    # Hash every complete shard once. If a hash is not the index's, encode the shard again.
+    # Hash every complete shard once. If the hash differs from the index, encode the shard again.
     names = {shard: all_names[shard] for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before[0].get(name, found) == found}
@@ -213,8 +212,8 @@ def make_latents(
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
-    """Return the rows of every shard, in order. All rows in a shard have one shape. shard_size: function from all rows
-    of a shape to the number of rows per shard."""
+    """Return the rows of every shard, in order. All rows in a shard have one shape. shard_size: function from a shape's
+    rows to the number of rows per shard."""
     keys = dataset.shapes().array
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
@@ -235,7 +234,7 @@ def inner(codec: Codec) -> Any:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """Encodes a data set's samples, and describes the result for the index; see :func:`make_latents`."""
+    """Encodes a data set's samples, and describes the result for the index."""
 
     dataset: MediaDataset
     codec: Codec
@@ -255,7 +254,7 @@ class _Encoding:
 
     def latent_shape(self, rows: Sequence[int] = ()) -> tuple[int, ...]:
         """Return a latent's shape: (C, h, w) for a picture, (C, t, h, w) for a clip. rows: rows of one shape; () means
-        a square of ``image_size``."""
+        a square picture of ``image_size``."""
         shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # picture codecs take (h, w)
         frames = shape[1] if len(shape) == 4 else None
         size: Size = frames or 1, self.image_size, self.image_size
@@ -266,8 +265,8 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of ``rows`` fit into a tar of about ``tar_bytes`` if captions have the maximum length; at
-        least 1."""
+        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least 1. Captions count with their
+        maximum length."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.first:
             numbers += numbers // 2
@@ -428,8 +427,8 @@ def run(
     """Run ``preprocess.py latents`` with its flags as arguments. Each process of torchrun uses one GPU, if there is
     one. If one process fails, all end, see ``Supervisor``. Raises ValueError, OSError or DataError.
 
-    patch: the model's patch ([frames,] rows, columns). It defines the tokens for ``bucket_tokens`` and for the features
-    of ``repa``. media: fields of ``sources.Request`` about how files are read."""
+    patch: the model's patch ([frames,] rows, columns), for ``bucket_tokens`` and ``repa``. media: fields of
+    ``sources.Request`` about how files are read."""
     place = find_place()
     rank, world_size = place.rank, place.world_size
     supervisor, stack = Supervisor((ValueError, DataError)), ExitStack()
@@ -527,8 +526,8 @@ def run(
 def _load_encoder(
     name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype, precision: str
 ) -> AnyEncoder:
-    """Load the text encoder ``name`` in ``dtype``. With ``pretrained``, load that family's text encoders from the
-    folder ``name`` in bfloat16, as in training."""
+    """Load the text encoder ``name`` in ``dtype``. With ``pretrained``, load the pipeline's text encoders from the
+    folder ``name`` in bfloat16."""
     how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
         model = name_of_folder(pretrained) or ""
@@ -554,7 +553,7 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
     """Return the networks' dtype: fp32 on a CPU, else as in ``mixed_precision``. auto: dtype for ``--mixed_precision
-    auto`` on a GPU, by default fp16, because latents are stored in fp16."""
+    auto`` on a GPU. The default is fp16, as for stored latents."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

@@ -21,7 +21,7 @@ class MockDataset(MediaDataset):
 
     ``x`` is (2C, h, w) or (2C, t, h, w): means from N(0, 1), keyed by seed and row, and deviations of 0. ``vae``,
     ``image_size`` and ``num_frames`` (None for pictures) determine the shape. Each row has one of ``num_classes``
-    labels, or a caption if there is a ``text_encoder``. Any encoder except ``bytes`` adds random embeddings.
+    labels or, with a ``text_encoder``, a caption. Encoders other than ``bytes`` add random embeddings.
 
     Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or for sizes that the VAE can't encode."""
 
@@ -50,8 +50,7 @@ class MockDataset(MediaDataset):
         self.vae, self.seed = vae, seed
         self.has_captions = text_encoder is not None
         self.class_names = [] if text_encoder else [str(label) for label in range(num_classes or CLASSES)]
-        # Random embeddings replace a frozen encoder's output. The bytes encoder is trained with the model and needs
-        # text.
+        # Random embeddings replace a frozen encoder's output. The bytes encoder is trained, and needs text.
         self.text_encoder = text_encoder if text_encoder != "bytes" else None
         self.max_tokens, self.empty_caption = 0, None
         if self.text_encoder:

@@ -1,9 +1,7 @@
 """Choose the samples of each training step, as a pure function of (seed, step).
 
-After a resume, a run continues with the samples of an uninterrupted run. Global batches do not depend on the number of
-ranks or workers. A schedule computes each sample from its position in the run. It uses three kinds of random sequences:
-keyed permutations, pools of rows, and mixtures.
-"""
+So a resumed run continues with the samples of an uninterrupted run. Global batches do not depend on the number of ranks
+or workers. A schedule uses three kinds of random sequences: keyed permutations, pools of rows, and mixtures."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ from opendit.diffusion.random import philox4x32
 
 SORTED = 2**16  # larger permutations are Feistel networks
 ROUNDS = 8  # rounds of the Feistel network
-FEW = 32  # with more keys, sorting is faster
+FEW = 32  # with more keys, sorting is faster than comparing
 CHUNK = 1024 * 1024  # keys per comparison
 _BLOCK = 1024  # keys per block
 
@@ -30,9 +28,9 @@ _BLOCK = 1024  # keys per block
 def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
     """Return entries of the permutation of [0, ``size``) for (seed, domain, epoch), as (n,) int64.
 
-    A large permutation is a Feistel network over a number's two digits in mixed radix, with cycle walking and Philox as
-    round function. See methods 2 and 3 in Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
-    Feistel networks are poor on small domains, so up to ``SORTED`` numbers are sorted by random Philox words instead.
+    Up to ``SORTED`` numbers are sorted by random Philox words. Larger permutations are Feistel networks with cycle
+    walking and Philox as round function, see methods 2 and 3 in Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", CT-RSA 2002. Feistel networks would be poor on small domains.
 
     positions: (n,) int64 below ``size``. size: at most 2^61. domain: below 2^32."""
     if size <= SORTED:
@@ -57,14 +55,14 @@ def permuted_each(
 
 @lru_cache(maxsize=64)
 def _sorted(size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
-    # numpy guarantees stable results for raw Philox words, but not for Generator.permutation.
+    # numpy guarantees that raw Philox words never change, but not for Generator.permutation.
     key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 0, domain, 1], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.uint16)
 
 
 def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Apply the Feistel network to each number, again until the result is below the number's size."""
+    """Apply the Feistel network to each number until the result is below the number's size."""
     out, outside = positions.copy(), np.arange(len(positions))
     while len(outside):
         out[outside] = _feistel(out[outside], sizes[outside], domains[outside], epochs[outside], seed)
@@ -90,15 +88,15 @@ def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs
 
 
 class Pool(NamedTuple):
-    """An endless sequence of rows. Every epoch is a new keyed permutation of ``size`` rows."""
+    """An endless sequence of rows, with a new permutation of all rows in every epoch."""
 
     size: int
     domain: int  # see :func:`permuted`
-    select: Callable[[np.ndarray], np.ndarray]  # numbers (n,) below ``size`` -> rows (n,) of the data set
+    select: Callable[[np.ndarray], np.ndarray]  # numbers (n,) below ``size`` -> rows (n,)
 
 
 def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray, seed: int) -> np.ndarray:
-    """Return the row at ``positions[i]`` in the sequence ``pools[of[i]]`` for each i. All arrays are (n,) int64."""
+    """Return the row at ``positions[i]`` in ``pools[of[i]]`` for each i. All arrays are (n,) int64."""
     rows = np.empty(len(positions), dtype=np.int64)
     used, number = np.unique(of, return_inverse=True)
     chosen = [pools[each] for each in used.tolist()]
@@ -114,7 +112,7 @@ def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray, seed: 
 class RowsByKey:
     """Index that finds the n-th row with a key, without a list of all rows.
 
-    keys: (rows,) key of each row, perhaps memory-mapped. values: sorted distinct keys. totals: number of rows for each
+    keys: (rows,) each row's key, perhaps memory-mapped. values: sorted distinct keys. totals: number of rows for each
     distinct key."""
 
     def __init__(self, keys: np.ndarray):
@@ -134,7 +132,7 @@ class RowsByKey:
         self.totals = [int(ends[-1]) for ends in self._ends]
 
     def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
-        """Return some rows with the key ``values[value]``, by their numbers (n,) among all such rows."""
+        """Return rows with the key ``values[value]``. numbers: (n,) each row's number among the rows with this key."""
         ends, rows = self._ends[value], np.empty(len(numbers), dtype=np.int64)
         blocks = np.searchsorted(ends, numbers, side="right")
         for block in np.unique(blocks).tolist():
@@ -145,7 +143,8 @@ class RowsByKey:
 
 
 def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return keys that are not in ``values``, with repetitions. For more than ``FEW`` values, return all keys."""
+    """Return keys that are not in ``values``, with repetitions. If there are more than ``FEW`` values, return all
+    keys."""
     if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
@@ -163,9 +162,9 @@ class Mixture:
     The sequence consists of blocks. The first b blocks contain component c floor(b * rate_c) times. The order within a
     block is a keyed permutation.
 
-    stages: (first position, rates), ascending; the first stage begins at position 0. Counts of components continue from
-    stage to stage. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: True numbers a component's
-    elements in order. False allows any order within a block, so that blocks may be very long."""
+    stages: (first position, rates), ascending; the first stage begins at position 0. domain: see :func:`permuted`;
+    stage i uses ``domain + i``. in_order: True numbers a component's elements in order. False allows any order within a
+    block, so that blocks may be very long."""
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int, domain: int, in_order: bool = True):
         self._starts = [start for start, _ in stages]
@@ -175,7 +174,7 @@ class Mixture:
             self._counts.append(self._counts[-1] + self._stages[number].counts(start - self._starts[number]))
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (component, index among this component's elements) for each position in [start, stop), int64."""
+        """Return (component, index among the component's elements) for each position in [start, stop), int64."""
         components, ranks = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for stage, first, end, counts in zip(
             self._stages, self._starts, [*self._starts[1:], stop], self._counts, strict=True
@@ -188,12 +187,12 @@ class Mixture:
         return np.concatenate(components), np.concatenate(ranks)
 
     def counts(self, position: int) -> np.ndarray:
-        """Return the number of elements of each component before ``position``; (components,) int64."""
+        """Return how often each component occurs before ``position``, (components,) int64."""
         number = self._stage(position)
         return self._counts[number] + self._stages[number].counts(position - self._starts[number])
 
     def block(self, position: int) -> int:
-        """Return the index of a position's block, counted from the start of the stage."""
+        """Return the index of a position's block in its stage."""
         number = self._stage(position)
         return self._stages[number].block(position - self._starts[number])
 
@@ -217,7 +216,7 @@ class _Stage:
         return [block * rate // self.denominator for rate in self.rates]
 
     def block(self, position: int) -> int:
-        # Block b begins at b * sum of rates, or earlier by less than one position per component.
+        # Block b begins at b * total, or earlier by less than one position per component.
         total = sum(self.rates)
         low = position * self.denominator // total
         high = low + len(self.rates) * self.denominator // total + 1
@@ -260,11 +259,11 @@ class _Stage:
         return before + np.bincount(component, minlength=len(self.rates))
 
 
-KEYED = "keyed"  # the order of samples in checkpoints; old ones have "sorted" or no name
+KEYED = "keyed"  # the order's name in checkpoints; old checkpoints have "sorted" or no name
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations; ``random.Stream`` has others
-MANY_EPOCHS = 10_000  # number of epochs for the mean number of steps
+MANY_EPOCHS = 10_000  # number of epochs to average the steps over
 WINDOW = 1024  # rows to compute at once; one step if it has more
-_SAMPLES, _PARTS = 128, 16  # mean lengths of blocks: in samples for sources, in micro-batches for shapes
+_SAMPLES, _PARTS = 128, 16  # mean block lengths: in samples for sources, in micro-batches for shapes
 _MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes in a blend, so that domains do not overlap
 
 
@@ -275,7 +274,7 @@ class StepRows(NamedTuple):
     """The samples of a step."""
 
     rows: list[int]  # in order of position
-    # For each unit (see ``BatchSchedule``), the index in ``rows`` after its last sample.
+    # For each unit (see ``BatchSchedule``), the index after its last sample in ``rows``.
     ends: Sequence[int]
 
 
@@ -284,11 +283,11 @@ class BatchSchedule:
     epoch and the beginning of the next.
 
     global_batch: units in an optimizer step = batch_size x data-parallel ranks x grad_accumulation. A unit is one
-    sample, or in subclasses several samples. Raises ValueError if the data set has fewer than ``global_batch``
-    samples."""
+    sample; in subclasses, a unit may have several samples. Raises ValueError if the data set has fewer than
+    ``global_batch`` samples."""
 
     packed = False  # True if a micro-batch may have samples of different sizes
-    passes: str | None = None  # describes an epoch in the log at the start of a run
+    passes: str | None = None  # describes an epoch in the run's first log lines
 
     def __init__(self, dataset_size: int, global_batch: int, seed: int):
         if global_batch < 1:
@@ -304,8 +303,8 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """Number of micro-batches in a global batch, if a micro-batch must have one shape on all ranks. None if all
-        samples have one shape, or if a micro-batch may mix shapes."""
+        """Number of micro-batches in a global batch, if each must have one shape on all ranks. Otherwise
+        None."""
         return None
 
     @property
@@ -349,7 +348,7 @@ class BatchSchedule:
 
     def share(self, step: int, micro: int, rank: int, ranks: int, units: int) -> range:
         """Return the positions in :meth:`rows` that ``rank`` reads for micro-batch ``micro``. ranks: number of
-        data-parallel ranks. units: units in a micro-batch of one rank."""
+        data-parallel ranks. units: units in one rank's micro-batch."""
         first, ends = (micro * ranks + rank) * units, self.ends(step)
         return range(ends[first - 1] if first else 0, ends[first + units - 1])
 
@@ -358,7 +357,7 @@ class BatchSchedule:
         return keys
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return fields about the samples for the log line after ``step`` steps; an empty dict for a single source."""
+        """Return fields about the samples for the log line after ``step`` steps; {} for a single source."""
         return {}
 
     def seen(self, step: int) -> dict[int, int] | None:
@@ -370,12 +369,12 @@ class BatchSchedule:
         return None
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        """Return the rows of samples ``start`` to ``stop`` - 1, counted from the start of the run, int64. Only for
-        schedules with one sample per unit."""
+        """Return the rows of the samples [start, stop), counted from the start of the run, int64. Only for schedules
+        with one sample per unit."""
         return self.passes_between(start, stop)[0]
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (:meth:`rows_between`, each row's source, number of the pass over this source, from 0), int64."""
+        """Return (:meth:`rows_between`, each row's source, pass number over this source, from 0), int64."""
         places, sources = np.arange(start, stop), np.zeros(stop - start, dtype=np.int64)
         rows = rows_of([Pool(self.dataset_size, POOLS, np.asarray)], sources, places, self.seed)
         return rows, sources, places // self.dataset_size
@@ -398,13 +397,11 @@ class BatchSchedule:
 
 
 class BucketSchedule(BatchSchedule):
-    """A schedule for rows of several shapes. A micro-batch has rows of one shape, over all ranks.
+    """A schedule for rows of several shapes. A micro-batch has rows of one shape on all ranks.
 
-    A micro-batch over all ranks is called a part. Each shape's rows come in consecutive permutations, cut into parts.
-    Rows that do not fill a part at the end of an epoch begin the shape's first part in the next epoch. An epoch
-    consists of all complete parts, in keyed order.
-
-    A step's samples depend only on (seed, global batch, micro_batches).
+    A part is a micro-batch over all ranks. Each shape's rows come in consecutive permutations, cut into parts. At the
+    end of an epoch, rows that do not fill a part move to the shape's first part in the next epoch. An epoch has all
+    complete parts, in keyed order. A step's samples depend only on (seed, global batch, micro_batches).
 
     keys: each row's shape key. samples: samples per unit for each shape, in order of key; None means one. Raises
     ValueError if an epoch has too few rows for a step."""
@@ -465,8 +462,8 @@ class BucketSchedule(BatchSchedule):
 
 
 def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: int) -> list[StepRows]:
-    """Join every ``micro_batches`` consecutive parts to a step. parts: rows of each part. samples: samples per unit in
-    each part."""
+    """Join consecutive parts, ``micro_batches`` at a time, to steps. parts: each part's rows. samples: each part's
+    samples per unit."""
     found = []
     for first in range(0, len(parts), micro_batches):
         rows: list[int] = []
@@ -480,7 +477,8 @@ def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: in
 
 
 def units_of_part(global_batch: int, micro_batches: int) -> int:
-    """Return the units in a micro-batch, over all ranks. Raises ValueError if micro-batches can't be equal."""
+    """Return the number of units in a micro-batch over all ranks. Raises ValueError if the micro-batches can't be
+    equal."""
     if micro_batches < 1 or global_batch % micro_batches:
         raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
     return global_batch // micro_batches
@@ -496,12 +494,12 @@ class SourceRows:
     names: tuple[str, ...]
     # (sources,) end of each source's rows. A source begins at the end of the source before it.
     ends: tuple[int, ...]
-    # (first step, each source's weight), ascending by step; the first stage begins at step 0. Weights may have any sum.
-    # A source with weight 0 is not drawn.
+    # (first step, each source's weight), ascending; the first stage begins at step 0. Weights may have any sum. Sources
+    # with weight 0 are not drawn.
     stages: tuple[tuple[int, tuple[Fraction, ...]], ...]
     epoch: int  # number of samples in a pass over the data
-    # Each source's number of repetitions in a pass; None if the user gave weights. The weights of the first stage are
-    # then epochs x sizes.
+    # Each source's repetitions in a pass, if the user gave repetitions. The first stage's weights are then epochs x
+    # sizes.
     epochs: tuple[Fraction, ...] | None = None
 
     def of_rows(self, ends: Sequence[int]) -> "SourceRows":
@@ -528,7 +526,7 @@ class SourceRows:
 
     def log(self, counts: np.ndarray) -> dict[str, Any]:
         """Return {"sources": {name: {"share": fraction of all samples so far, "epoch": passes over the source}}}.
-        counts: number of samples from each source so far."""
+        counts: each source's number of samples so far."""
         seen, found = int(counts.sum()), {}
         for name, count, size in zip(self.names, counts.tolist(), self.sizes, strict=True):
             found[name] = {"share": count / seen if seen else None, "epoch": count / size}
@@ -538,8 +536,8 @@ class SourceRows:
 class BlendSchedule(BatchSchedule):
     """A schedule that mixes several sources by weight. Each source's rows come in consecutive permutations.
 
-    If rows have several shapes, a micro-batch has samples of one shape, from all sources with this shape. Rows are then
-    permuted separately for each shape and source.
+    If rows have several shapes, a micro-batch has samples of one shape, from all sources. Rows are then permuted
+    separately for each shape and source.
 
     keys: each row's shape key; None if all rows have one shape. samples: samples per unit for each shape, in order of
     key; None means one. Raises ValueError if there are fewer rows than a global batch, or a source has no rows."""
@@ -571,7 +569,7 @@ class BlendSchedule(BatchSchedule):
         self._cut = micro_batches if self._shaped else 1
         units = units_of_part(global_batch, self._cut)
         self._part = [units * count for count in self._samples]  # samples in a micro-batch, over all ranks
-        # _shares: for each source, the fraction of its rows in each shape. _pools: one ``Pool`` per shape and source.
+        # _shares: the fraction of a source's rows with each shape. _pools: one ``Pool`` per shape and source.
         self._shares, self._pools = [], []
         self._place: dict[tuple[int, int], int] = {}  # (shape, source) -> index of the pool
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):
@@ -586,7 +584,7 @@ class BlendSchedule(BatchSchedule):
         rates = [(step * self._cut, _rates(self._of_parts(table), Fraction(_PARTS))) for step, table in cells]
         self._parts = Mixture(rates, seed, PARTS)
         begins = [self._parts.counts(start) * self._part for start, _ in rates]
-        # A pass is a number of complete blocks, so that the sources' counts at its end match the weights.
+        # A pass is a number of complete blocks, so that each pass has the sources in exact proportion.
         block = Fraction(sources.epoch, max(1, round(sources.epoch / _SAMPLES)))
         self._mixtures = []
         for shape in range(len(values)):
@@ -613,7 +611,7 @@ class BlendSchedule(BatchSchedule):
 
     def steps(self, epochs: int) -> int:
         samples, low, high = epochs * self.sources.epoch, 0, epochs * self.sources.epoch // min(self._part) + 1
-        while low < high:  # bisect for the most steps that draw at most ``samples`` samples
+        while low < high:  # bisect for the largest number of steps with at most ``samples`` samples
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.drawn(middle) <= samples else (low, middle - 1)
         return low
@@ -652,7 +650,7 @@ class BlendSchedule(BatchSchedule):
         sizes = np.array(self._part)[shapes]
         for shape in np.unique(shapes).tolist():
             here, part = shapes == shape, self._part[shape]
-            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly everything in between is needed
+            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all rows in between are needed
             found.append(self._of_shape(shape, first * part, (last + 1) * part))
             begins[here] = total + (ranks[here] - first) * part
             total += (last + 1 - first) * part
@@ -662,7 +660,7 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices of pools, positions in these pools) for samples ``start`` to ``stop`` - 1 of a shape."""
+        """Return (indices of pools, positions in these pools) for a shape's samples [start, stop)."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers
@@ -673,6 +671,6 @@ def _select(start: int, select, numbers: np.ndarray) -> np.ndarray:
 
 
 def _rates(weights: list[Fraction], block: Fraction) -> list[Fraction]:
-    """Scale the weights to the sum ``block``. Weights that are all 0 are returned unchanged."""
+    """Scale the weights to the sum ``block``. If all are 0, return them unchanged."""
     total = sum(weights)
     return [weight / total * block for weight in weights] if total else weights

@@ -4,10 +4,9 @@ Samples come in the keyed order of a run without packs. The order is cut into wi
 steps of packs. Samples that do not fit are placed first in the next window. So the packs depend only on the seed, the
 data set and the sizes of packs and steps. A checkpoint stores the start of the current window.
 
-A window takes samples from one pass over each source, so the steps may come in any order. At the end of a pass, samples
-that do not fill a step are combined with samples from the next pass. While a sample from pass p waits, its source
-continues at most to pass p + 1. So samples of one source are seen equally often, up to a difference of two.
-"""
+A window takes samples from one pass over each source, so the steps may come in any order. At the end of a pass,
+remaining samples share a step with samples from the next pass. While a sample waits, its source continues at most to
+the next pass. So samples of one source are seen equally often, up to a difference of two."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -22,11 +21,11 @@ from opendit.data.order import PARTS, BatchSchedule, BlendSchedule, Key, SourceR
 from opendit.data.shaped import Lengths, summary_of
 
 WINDOW = 192  # packs to plan at once, rounded up to complete steps
-SPARE = 0.02  # extra fraction of tokens that a window considers
+SPARE = 0.02  # fraction of extra tokens to choose from in a window
 SAMPLED = 4  # full windows to plan for estimating the mean fill
-PASSES = 16  # after this many passes over the data, fewer windows are enough
-COUNTED = 4096  # minimum samples for the estimate
-KEPT = 16  # maximum steps in memory, in full windows
+PASSES = 16  # passes to plan at most for this estimate
+COUNTED = 4096  # minimum samples for this estimate
+KEPT = 16  # maximum planned steps in memory, in full windows
 EVERY = 64  # full windows between two stored window starts
 _CHUNK = 4096  # samples to look up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
@@ -39,24 +38,24 @@ def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
 
 
 class Packer:
-    """Fills ``count`` packs of ``capacity`` tokens so that packs are nearly full and have nearly equal costs.
+    """Fills ``count`` packs of ``capacity`` tokens, so that the packs are nearly full and cost nearly the same.
 
     Samples are placed longest first, each into the cheapest pack with enough room (LPT, Graham 1969, with a capacity).
 
-    least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: the sample numbers in each
-    pack."""
+    least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: each pack's sample numbers."""
 
     def __init__(self, count: int, capacity: int, least: int, attention: float):
         self.least, self.attention = least, attention
         self.packs: list[list[int]] = [[] for _ in range(count)]
         self._room = [capacity] * count
-        # Heap of (cost, pack) for packs that had room when last examined.
+        # Heap of (cost, pack) for packs that may have room.
         self._open = [(0.0, pack) for pack in range(count)]
-        # Heap of (-room, cost, pack) for packs that were too full. A pack returns to ``_open`` when a sample fits.
+        # Heap of (-room, cost, pack) for packs without room for the last samples. A pack returns to ``_open`` when a
+        # sample fits.
         self._shut: list[tuple[int, float, int]] = []
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Place the samples ``numbers`` (n,) with ``lengths`` (n,) int64 tokens, and keep earlier samples. Return the
+        """Place the samples ``numbers`` (n,) with ``lengths`` (n,) int64 tokens beside earlier samples. Return the
         samples that fit into no pack. Samples of equal length stay in order."""
         order = np.argsort(-lengths, kind="stable")
         work = work_of(lengths[order], self.attention).tolist()
@@ -84,7 +83,7 @@ class Beginning:
     """The state at the beginning of a window."""
 
     step: int  # first step of the window
-    position: int  # first position after all considered ones
+    position: int  # first position after the considered samples
     carry: tuple[int, ...] = ()  # positions of waiting samples, ascending
     # positions at which a blend's weights have changed; the first is 0
     stages: tuple[int, ...] = (0,)
@@ -103,7 +102,7 @@ class _Samples(NamedTuple):
         return _Samples(*(field[which] for field in self))
 
     def levels(self) -> np.ndarray:
-        """Return each sample's pass, counted from the first pass of its source here; (n,) int64."""
+        """Return each sample's pass minus its source's first pass here, (n,) int64."""
         _, first, source = np.unique(self.sources, return_index=True, return_inverse=True)
         return self.passes - self.passes[first][source]
 
@@ -123,9 +122,8 @@ class _Window(NamedTuple):
 
 
 class PackSchedule(BatchSchedule):
-    """A schedule with packs as units. A step's packs have nearly equal costs, and are sorted by cost, so that a
-    micro-batch has the most similar packs. In a pack, samples are sorted by descending length; equal lengths stay in
-    order.
+    """A schedule with packs as units. A step's packs have nearly equal costs and are sorted by cost, so that a
+    micro-batch has similar packs. A pack's samples are in descending order of length; equal lengths stay in order.
 
     Args:
         tokens: (rows,) each row's number of tokens.
@@ -134,8 +132,7 @@ class PackSchedule(BatchSchedule):
         sources: the sources, if the data set has several.
         attention: see ``work_of``.
 
-    Raises ValueError if a sample is longer than a pack or has no tokens.
-    """
+    Raises ValueError if a sample is longer than a pack or has no tokens."""
 
     def __init__(
         self,
@@ -181,7 +178,7 @@ class PackSchedule(BatchSchedule):
         return window.ends[place]
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the keys by descending sample length, because a rank joins several packs into one sequence."""
+        """Return the keys by descending sample length, because a rank joins its packs into one sequence."""
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
@@ -193,8 +190,8 @@ class PackSchedule(BatchSchedule):
         return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
-        """Return the number of complete steps in ``epochs`` passes, at least one. After the first windows, the number
-        is estimated from their fill and each stage's mean sample length."""
+        """Return the number of complete steps in ``epochs`` passes, at least one. The first windows are planned, and
+        later steps are estimated from them."""
         drawn, fill = self._counted()
         samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
         if samples < drawn[-1]:
@@ -220,8 +217,8 @@ class PackSchedule(BatchSchedule):
         return found
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """Implement ``BatchSchedule.seen`` for a single source. Samples before the window's end were drawn, except
-        waiting samples and samples in the window's later steps."""
+        """Implement ``BatchSchedule.seen`` for a single source. A window's samples count as drawn, except waiting
+        samples and samples in later steps."""
         if self.sources is not None:
             return None
         begin, waiting = self._after(step)
@@ -229,7 +226,7 @@ class PackSchedule(BatchSchedule):
         counts = Counter({passes: self.dataset_size - rest, passes + 1: rest})
         rows, missed = np.unique(self._samples_at(waiting, begin.stages).rows, return_counts=True)
         first = passes * self.dataset_size
-        here = np.ones(len(rows), dtype=bool)  # True for rows before the current position of this pass
+        here = np.ones(len(rows), dtype=bool)  # True for rows that come before the current position in this pass
         if len(waiting) and waiting[0] < first:
             here = np.isin(rows, self._order(begin.stages).rows_between(first, begin.position))
         for due, less in zip((passes + here).tolist(), missed.tolist(), strict=True):
@@ -243,11 +240,11 @@ class PackSchedule(BatchSchedule):
 
     @property
     def fill(self) -> float:
-        """Fraction of tokens in the first windows' packs that are not padding."""
+        """Fraction of the first windows' tokens that are not padding."""
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
-        """Return (cumulative number of samples in the first steps, (steps + 1,) int64; :attr:`fill`)."""
+        """Return (number of samples before each of the first steps, (steps + 1,) int64; :attr:`fill`)."""
         if self._first_steps is None:
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)
@@ -274,8 +271,7 @@ class PackSchedule(BatchSchedule):
     # ------------------------------------------------------------------------------------- state of a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state for a checkpoint after ``step`` steps, for JSON: the start of the window with the next
-        step."""
+        """Return the state for a checkpoint after ``step`` steps, for JSON: the start of the next step's window."""
         begin = self._beginning(step)
         return {
             "step": begin.step,
@@ -320,7 +316,7 @@ class PackSchedule(BatchSchedule):
         return False
 
     def begin_at(self, step: int) -> None:
-        """Start the order of samples at ``step``, if the run had no packs before."""
+        """Start the order of samples at ``step``, after steps without packs."""
         self._continue_from(Beginning(step, 0))
 
     def _continue_from(self, begin: Beginning) -> None:
@@ -335,8 +331,8 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return (start of the first window from ``step`` on, earlier positions that were not drawn before ``step``).
-        The positions are (n,) int64."""
+        """Return (start of the first window from ``step`` on, earlier positions not drawn before ``step``, (n,)
+        int64)."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)
@@ -374,7 +370,7 @@ class PackSchedule(BatchSchedule):
         stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
         found = self._coming(begin, stages)
         levels, ends = found.levels(), np.cumsum(found.lengths)
-        same = int(np.argmax(levels > 0)) or len(levels)  # number of samples before a source begins another pass
+        same = int(np.argmax(levels > 0)) or len(levels)  # number of samples before any source begins another pass
         steps = min(self.steps_per_window, int(ends[same - 1]) // step_tokens)
         wanted = steps * step_tokens if steps else self._turn_tokens
         steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
@@ -411,13 +407,13 @@ class PackSchedule(BatchSchedule):
 
     @property
     def _turn_tokens(self) -> int:
-        """Tokens to consider for a step at the end of a pass, where less choice remains."""
+        """Tokens to consider for a step at the end of a pass, where the choice is smaller."""
         packs = self.global_batch
         return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
 
     def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
-        """Return the waiting samples and the samples from ``begin`` on, enough for a window. They are only enough for a
-        step if a source begins another pass in the window."""
+        """Return the waiting samples and the next samples, enough for a window. If a source begins another pass in the
+        window, they are enough for one step only."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         if waiting is None:
             waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
@@ -434,10 +430,10 @@ class PackSchedule(BatchSchedule):
         return _joined(parts)
 
     def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
-        """Place the samples, of which the first ``waited`` have waited. Return the samples that do not fit."""
+        """Place the samples, and return those that do not fit. waited: the first ``waited`` samples have waited."""
         stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
         cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
-        # behind: for each source, the lowest level of a sample that did not fit (see ``_Samples.levels``)
+        # behind: each source's lowest level (see ``_Samples.levels``) among samples that did not fit
         left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)
         for first, end in zip(cuts[:-1], cuts[1:], strict=True):
             numbers = np.arange(first, end)
@@ -448,8 +444,8 @@ class PackSchedule(BatchSchedule):
         return left
 
     def _stages(self, begin: Beginning) -> tuple[int, ...]:
-        """Return the positions at which the weights have changed. New weights apply from the first window that begins
-        at their step or later."""
+        """Return the positions at which the weights have changed. New weights apply from the first window at or after
+        their step."""
         if self.sources is None:
             return begin.stages
         due = sum(step <= begin.step for step, _ in self.sources.stages)

@@ -20,11 +20,10 @@ from opendit.data.base import COLOURS, BadSample, to_pixels
 from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_codes
 from opendit.data.files import TIME_LIMIT, printable, problem
 
-# Maximum pixels in a picture, as in Pillow. A decoded pixel takes 4 bytes, and in some modes 12 for a short time: 2
-# GiB.
+# Maximum pixels in a picture, as in Pillow. A pixel may take 12 bytes, in total 2 GiB.
 MAX_PIXELS = 178_956_970
 MAX_WHOLE_FILE = 2**28  # maximum bytes of a file that Pillow reads completely before decoding
-MAX_SCANS = 500  # maximum scans in a progressive JPEG; about ten are usual, and each takes a decoding pass
+MAX_SCANS = 500  # maximum scans in a progressive JPEG, because each scan takes time; about ten are usual
 LONGEST = 16  # a picture with a larger ratio of sides is cropped before enlarging
 
 ORIENTATION = 274  # EXIF tag; values from 5 on swap width and height
@@ -32,8 +31,8 @@ SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
 WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. Pillow reads only
-# headers of the rest.
+# Formats that Pillow opens but this module refuses. An EPS file is a program. Of the other formats, Pillow reads only
+# headers.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
@@ -63,10 +62,10 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 
     The picture is halved by a box filter while both sides stay at least ``size``. Then it is resized bicubically until
     the shorter side is ``size``, and cropped. The pixels equal ``center_crop_arr`` in guided-diffusion (Dhariwal and
-    Nichol), the code behind the reference statistics of published FID numbers.
+    Nichol), which made the reference statistics of published FID numbers.
 
-    A picture with a ratio of sides above ``LONGEST`` is cropped before enlarging, because ADM's order takes gigabytes.
-    It differs from ADM's crop by at most one level of 255. place: see :func:`start_of_crop`."""
+    A picture with a ratio of sides above ``LONGEST`` is cropped before enlarging, to save memory. Its pixels differ
+    from ADM's by at most one level of 255. place: see :func:`start_of_crop`."""
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -124,14 +123,14 @@ def has_animation_format(path: str) -> bool:
 
 
 def is_animation(path: str | Path) -> bool:
-    """Return True if a file is an animation with more than one frame, False also if it can't be read."""
+    """Return True if a file is an animation with several frames, False also if it can't be read."""
     with suppress(BadSample), opened_picture(str(path)) as (_, image):
         return image.format in _ANIMATIONS and getattr(image, "is_animated", False)
     return False
 
 
 def is_animated(file: BinaryIO) -> bool:
-    """Return True if an open file is an animation with more than one frame, False also if it is damaged."""
+    """Return True if an open file is an animation with several frames, False also if it is damaged."""
     try:
         with Image.open(file, formats=_ANIMATIONS) as image:
             return getattr(image, "is_animated", False)
@@ -166,7 +165,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
 
 
 class PictureFile(io.BufferedReader):
-    """An open file that limits the time and size of reads, because decoders request as many bytes as a header
+    """An open file that limits the time and size of reads. Decoders request as many bytes as a damaged header
     claims."""
 
     def __init__(self, path: str, time_limit: float, content: bytes | None = None):
@@ -196,9 +195,9 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
 
     Colours are converted as in ``opendit.data.colours``. Only the first frame of an animation is read.
 
-    Grey pictures with more than 8 bits are scaled to 0..255. Values of 16 bits are divided by 257, even if they are
-    stored as 32-bit integers. Floating-point values range from 0 to 1, 255 or 65,535; the smallest range with all
-    values is used. Otherwise the range from the minimum (at most 0) to the maximum becomes 0..255.
+    Grey pictures with more than 8 bits are scaled to 0..255. Values of 16 bits are divided by 257, even if stored as
+    32-bit integers. Floating-point values may range from 0 to 1, 255 or 65,535; the smallest range that fits is used.
+    Other values are scaled from [min(0, minimum), maximum].
 
     content: bytes of a picture inside another file; ``path`` is then only its name.
 
@@ -207,7 +206,7 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
     with opened_picture(path, content, time_limit) as (file, image):
         note_codes(image, file)
         image.load()
-        # Pillow reads 32-bit integers in a TIFF as signed, but they are unsigned unless a tag says otherwise.
+        # Pillow reads a TIFF's 32-bit integers as signed, but they are unsigned unless a tag says otherwise.
         tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
         unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
         conversion = conversion_of(image)  # before upright() makes a copy without the file's format
@@ -218,7 +217,7 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Convert an opened picture like :func:`read_picture`, but without rotating it. May raise any exception."""
+    """Convert an opened picture like :func:`read_picture`, but without rotation. May raise any exception."""
     image.load()
     return _to_rgb(image, False, conversion_of(image))
 
@@ -286,7 +285,7 @@ def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] 
             grey[numbers == key] = 255
         return Image.fromarray(grey).convert("RGB")
     if image.mode == "RGB" and key is not None:
-        # Pillow keeps only the upper bytes of a 16-bit picture's values. Convert the transparent colour accordingly.
+        # Pillow keeps only the upper bytes of 16-bit values, so convert the transparent colour accordingly.
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):

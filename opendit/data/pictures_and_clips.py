@@ -75,7 +75,7 @@ class PicturesAndClips(MediaDataset):
 
     Raises ValueError, naming the flag, for invalid settings of clips and for a reader that does not work."""
 
-    rated = 32  # number of clips for estimating frame rates
+    rated = 32  # clips to read for estimating frame rates
     size_threads = 8  # threads that read sizes of media
 
     def __init__(
@@ -142,7 +142,7 @@ class PicturesAndClips(MediaDataset):
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
         """Function that counts a clip's frames at ``fps``; None to count all frames in the file. With
-        ``short_clips="interval"``, all frames of a short clip count, because it is read at a higher rate."""
+        ``short_clips="interval"``, all frames of a short clip count."""
         if self.fps is None:
             return None
         fps, all_count = self.fps, self.short_clips == "interval"
@@ -153,7 +153,7 @@ class PicturesAndClips(MediaDataset):
         raise NotImplementedError
 
     def media_sizes(self) -> np.ndarray:
-        """Return (rows, 3) int32, the size of every row's medium, cached on the machine. An unreadable medium has
+        """Return (rows, 3) int32, the size of every row's medium, cached on the machine. Unreadable media have
         zeros."""
 
         def name() -> str:
@@ -206,7 +206,7 @@ class PicturesAndClips(MediaDataset):
         return f"{interval}, read by {self.video_reader} ({self.why_reader})"
 
 
-SIZES = "sizes as shown, of animations as clips"  # in the cache key; change it when sizes are defined differently
+SIZES = "sizes as shown, of animations as clips"  # part of the cache key; change it with the definition of sizes
 HEAD = 1 << 16  # bytes that nearly always contain a picture's header
 _WHOLE = 4 * HEAD  # clips with fewer bytes are read completely
 _ROWS = 4096  # rows between two updates of the progress bar
@@ -224,8 +224,8 @@ def stored_size(
     is_picture: bool,
     count: Callable[[Timeline], int] | None = None,
 ) -> Size:
-    """Return the :data:`Size` of a picture or clip inside another file. If possible, only a picture's header is read,
-    and of an MP4 only the tables and the start of the first frame.
+    """Return the :data:`Size` of a picture or clip inside another file. If possible, only a picture's header or an
+    MP4's tables and first frame are read.
 
     size: the medium's bytes. read: function (offset, count) -> bytes. count: see ``clip_size``. Raises BadSample."""
     with suppress(BadSample):  # the header is longer, or the decoder needs all bytes
@@ -261,7 +261,7 @@ class PictureFolder(NamedTuple):
 
 def find_pictures(folder: str) -> PictureFolder:
     """Find the pictures in a folder. Every subfolder is a class and is searched to any depth. If no subfolder has
-    pictures, the folder is a single class.
+    pictures, the folder itself is a single class.
 
     Raises FileNotFoundError if there are no pictures. Raises ValueError for an unreadable folder, a class without
     pictures, or subfolders that are splits."""
@@ -333,8 +333,8 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
 
 
 def _try_some(count: int, most: int, read: Callable[[int], object]) -> tuple[int, dict[int, str]]:
-    """Call ``read`` for up to ``most`` of ``count`` rows, evenly spaced. Return (number of tried rows, row ->
-    message of its BadSample)."""
+    """Call ``read`` for up to ``most`` evenly spaced rows. Return (number of tried rows, row -> BadSample's
+    message)."""
     picture_suffixes()  # register Pillow's formats now, because the threads below would race
     rows, bad = spread(count, most), {}
 
@@ -449,8 +449,8 @@ class FolderDataset(MediaFiles):
 
 
 class CaptionedDataset(MediaFiles):
-    """Data set from a table ``path,text``, or from a folder's captioned files (``found``). columns: names of the
-    table's columns. Raises ValueError or FileNotFoundError, naming the flag and the fix."""
+    """Data set from a table ``path,text``, or from a folder's captioned files ``found``. columns: names of the table's
+    columns. Raises ValueError or FileNotFoundError, naming the flag and the fix."""
 
     def __init__(
         self,
@@ -485,7 +485,7 @@ class CaptionedDataset(MediaFiles):
 
     def media_size(self, row: int) -> Size:
         size = tuple(self.column_sizes[row].tolist())
-        # With ``fps``, the number of frames depends on a clip's duration. The table lacks it.
+        # With ``fps``, the number of frames depends on the clip's duration, which the table lacks.
         usable = min(size) > 0 and (self._is_picture(row) or self.fps is None)
         return size if usable else super().media_size(row)
 
@@ -524,8 +524,8 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
     """Return (rows with readable files, lines for the log about unreadable files).
 
-    Up to 2,000 evenly spaced files are tried, or 200 if there are clips. With at most 100 rows, pictures are decoded.
-    Otherwise only sizes are read. Raises ValueError if all tried files are unreadable."""
+    Up to 2,000 evenly spaced files are tried, or 200 if there are clips. If there are at most 100 rows, pictures are
+    decoded; otherwise only sizes are read. Raises ValueError if all tried files are unreadable."""
 
     def read(at: int) -> None:
         row, is_picture = rows[at]

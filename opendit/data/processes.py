@@ -1,8 +1,7 @@
-"""Run jobs in worker processes that end with the main process and never delay the end.
+"""Run jobs in worker processes that end with the main process.
 
-``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, for example on a damaged file. Then
-only the failing job is lost.
-"""
+``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, so that only the failing job is
+lost."""
 
 import ctypes
 import gc
@@ -28,17 +27,17 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def leave_inherited_garbage() -> None:
-    """Enable garbage collection for new objects only, in a process that was started under ``collection_paused``. A
-    forked process inherits its parent's garbage, but not the parent's threads. To collect an object that ends a thread,
-    such as a process group of torch.distributed, would hang or crash."""
+    """Collect only new garbage from now on, in a process forked under ``collection_paused``. The parent's garbage may
+    include objects that end a thread, such as process groups of torch.distributed. The thread does not exist here, so
+    collecting them would hang or crash."""
     gc.freeze()
     gc.enable()
 
 
 def end_with_parent() -> None:
-    """Make this process end with the parent, even if the parent is killed. The Linux kernel watches only the thread
-    that started a process, so the parent must use the main thread. The kernel ends even a stopped or stuck process. A
-    thread covers processes from Python's fork server."""
+    """Make this process end with the parent, even if the parent is killed. The parent must start this process from its
+    main thread, because the Linux kernel watches only the starting thread. A thread covers processes from Python's fork
+    server."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:
@@ -69,7 +68,7 @@ def state_of(pid: int) -> str:
 
 
 def _context() -> Any:
-    # Forking takes no time. A spawned process would import torch for seconds.
+    # Forking takes no time, but a spawned process would import torch for seconds.
     methods = multiprocessing.get_all_start_methods()
     return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
 
@@ -104,9 +103,9 @@ def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> I
 def run_apart(
     function: Callable[..., Any], work: Sequence[tuple[Any, ...]], num_workers: int, time_limit: float
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield (index, ``function(*work[index])``) for each job in ``work``, in order of completion. If a job fails or its
-    process dies, the result is a string with the reason. So ``function`` must not return strings. time_limit: seconds
-    for one job."""
+    """Yield (index, ``function(*work[index])``) for each job, in order of completion. If a job fails or its process
+    dies, the result is the reason as a string, so ``function`` must not return strings. time_limit: seconds for one
+    job."""
     todo = iter(range(len(work)))
     running: dict[Connection, list[Any]] = {}  # pipe -> [process, index, deadline]
 
@@ -114,7 +113,7 @@ def run_apart(
         """Send the next job to a free process, or end the process if no job is left."""
         index = next(todo, None)
         if index is None:
-            # Closing the pipe isn't enough, because processes that were forked later have open copies.
+            # Processes that were forked later have open copies of the pipe, so closing it isn't enough.
             with suppress(OSError):
                 pipe.send(None)
             pipe.close()
@@ -155,7 +154,7 @@ def _start_worker(function: Callable[..., Any]) -> tuple[Connection, multiproces
     process = context.Process(target=_serve, args=(function, theirs, os.getpid()), daemon=True)
     with collection_paused():
         process.start()
-    theirs.close()  # an open copy here would keep the pipe open when the worker dies
+    theirs.close()  # otherwise the pipe would stay open when the worker dies
     return ours, process
 
 
@@ -169,7 +168,7 @@ def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
     _begin_process()
     _silence()
     while True:
-        # Poll for the parent's death, because processes that were forked later may keep the pipe open.
+        # Processes that were forked later may keep the pipe open, so poll for the parent's death.
         while not pipe.poll(1.0):
             if os.getppid() != parent:
                 return
@@ -189,7 +188,6 @@ def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
 
 
 def _silence() -> None:
-    """Suppress FFmpeg's messages about broken files, because they would disturb the progress bar."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)

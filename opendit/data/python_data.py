@@ -63,11 +63,11 @@ class PythonDataset(PicturesAndClips):
 
     An image is a PIL picture, a tensor (1 or 3, H, W) of uint8 or of floats in [0, 1], or an array (H, W, 3) uint8. A
     video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples must have the first
-    sample's keys. If there are "text" and "label", "text" is used. Class names are ``data.classes``, or the numbers
-    below ``num_classes``.
+    sample's keys. "text" takes precedence over "label". Class names are ``data.classes``, or the numbers below
+    ``num_classes``.
 
-    A run resumes exactly if ``data[i]`` never changes. The str ``data.fingerprint``, or ``data._fingerprint``, should
-    change with the data. Without it, 32 evenly spaced samples are hashed.
+    A run resumes exactly if ``data[i]`` never changes. The str ``data.fingerprint`` or ``data._fingerprint`` should
+    change with the data. Without this attribute, 32 evenly spaced samples are hashed.
 
     Raises ValueError, naming the fix, if ``data`` is no such data set."""
 

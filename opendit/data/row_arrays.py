@@ -22,13 +22,13 @@ _LOOKED_AT = 2**16  # rows to search at once
 
 
 def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
-    """Return the bytes of ``as_hashed(array)`` as a stream. ``as_hashed`` gets a limited number of rows at a time."""
+    """Return the bytes of ``as_hashed(array)`` as a stream. ``as_hashed`` gets a limited number of rows per call."""
     parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
     return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
 
 
 def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
-    """Return ``values[rows]``, where ``rows`` need not be in memory."""
+    """Return ``values[rows]``, in chunks of ``rows``."""
     found = np.empty((len(rows), *values.shape[1:]), dtype=values.dtype)
     for first in range(0, len(rows), _ROWS):
         found[first : first + _ROWS] = values[rows[first : first + _ROWS]]
@@ -36,7 +36,7 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def next_of_key(keys: np.ndarray, row: int) -> int:
-    """Return the next row with the key of ``row``. The search wraps around at the end."""
+    """Return the next row with the key of ``row``, cyclically."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
         later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
         if len(later):
@@ -46,7 +46,7 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
 
 class TextTable(Sequence[str]):
     """An immutable list of strings in two arrays: the UTF-8 bytes (uint8) and each string's end (int64). Forked workers
-    share the arrays. They would copy Python strings page by page, because of changing reference counts."""
+    share arrays, but would copy Python strings page by page, because reference counts change."""
 
     def __init__(self, text: np.ndarray, ends: np.ndarray):
         self.text, self.ends = text, ends
@@ -79,12 +79,12 @@ class TextTable(Sequence[str]):
 
 class Complement:
     """The numbers below ``size`` that are not in ``without``, indexed like an ascending array. without: ascending
-    integer array. The object takes twice the memory of ``without``, for any ``size``."""
+    integer array."""
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
-        # For each excluded number, the count of remaining numbers below. The n-th remaining number is n plus how many
-        # counts are at most n.
+        # For each excluded number, how many remaining numbers are smaller. The n-th remaining number is n plus the
+        # number of these counts up to n.
         self._before = without - np.arange(len(without), dtype=without.dtype)
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class Complement:
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:
-        # For another dtype, ``searchsorted`` would copy the complete array.
+        # A number of another dtype would make ``searchsorted`` copy the array.
         return among.searchsorted(np.asarray(numbers, dtype=among.dtype), side=side)
 
 
@@ -133,7 +133,7 @@ class KeptArrays(NamedTuple):
 
 
 def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays], least: int | None = None) -> KeptArrays:
-    """Return ``make()``. From ``least`` rows on (default: ``LARGE``), one process per machine caches the result in
+    """Return ``make()``. For at least ``least`` rows (default: ``LARGE``), one process per machine caches the result in
     files, and all processes map these files. Without a writable cache, return ``make()`` directly. name: returns a hash
     of everything that determines the result."""
     if rows < (LARGE if least is None else least):

@@ -1,8 +1,7 @@
 """Assign shapes to media of any size, and build the data set with samples cropped to these shapes.
 
 A shape table lists aspect ratios and durations up to a maximum number of tokens. Every medium gets the shape that best
-preserves its aspect ratio and length.
-"""
+preserves its aspect ratio and length."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,9 +55,9 @@ class ShapeTable:
 
 
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
-    """Return all shapes of at most ``most`` tokens. In each area (see ``LEVELS``), aspect ratios up to ``LONGEST``
-    differ by the factor ``STEP`` or, with ``fine``, as little as whole tokens permit. Each aspect ratio occurs as a
-    picture and as clips of ``num_frames`` frames (1: pictures only), half as many, and so on.
+    """Return all shapes of at most ``most`` tokens. For each area (see ``LEVELS``), the table has aspect ratios up to
+    ``LONGEST`` in steps of ``STEP`` or, with ``fine``, of whole tokens. Each aspect ratio occurs as a picture and as
+    clips of ``num_frames`` frames (1: pictures only), half as many, and so on.
 
     Raises ValueError if the square of ``image_size`` has more than ``most`` tokens."""
     if (least := image_size**2 // (token.side[0] * token.side[1])) > most:
@@ -91,7 +90,7 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
     kept = []
-    for tall in (True, False):  # tall shapes, then wide ones, both beginning with the square
+    for tall in (True, False):  # tall shapes, then wide ones, starting with the square
         ratios = {
             (rows, columns): rows * height / (columns * width) if tall else columns * width / (rows * height)
             for rows, columns in found
@@ -108,8 +107,8 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
     """Return each medium's index in ``table``, (n,) int16; -1 if no shape is possible. A shape is possible if the
     medium has enough frames and is not enlarged by more than ``upscale``. The best shape has the largest area, then the
-    most frames, then the least cropping. sizes: (n, 3) frames, height and width. interval: distance in frames between
-    the frames to read."""
+    most frames, then the least cropping. sizes: (n, 3) frames, height and width. interval: read every ``interval``-th
+    frame."""
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
     for first in range(0, len(sizes), _ROWS):
@@ -121,7 +120,7 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
             kept = height * width / (scale**2 * high * wide)
         possible = (np.minimum(high, wide) > 0) & (scale <= upscale * (1 + 1e-9))
         possible &= (frames == 1) | (1 + (frames - 1) * interval <= long)
-        # Sort by area, then length, then the uncropped fraction. The factors are large enough for this order.
+        # Compare by area, then by frames, then by the uncropped fraction.
         order = -1e9 * table.level[None] + frames * 1e3 + kept * 10
         best = np.where(possible, order, -np.inf).argmax(axis=1)
         best[~possible.any(axis=1)] = -1
@@ -140,8 +139,8 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
 
 
 class Lengths:
-    """Each row's number of tokens, indexed like an array. keys: (rows,) index of each row's shape. tokens: (shapes,)
-    each shape's number of tokens."""
+    """Each row's number of tokens, indexed like an array. keys: (rows,) each row's shape index. tokens: (shapes,) each
+    shape's number of tokens."""
 
     def __init__(self, keys: np.ndarray, tokens: np.ndarray):
         self.keys, self.tokens = keys, tokens
@@ -181,10 +180,9 @@ _LAST = 2**62  # larger than any key
 class ShapedDataset(SomeRows):
     """The rows of ``whole`` that have a shape. Each sample is read at its shape.
 
-    found: arrays ``keys`` (n,) int16, the index of each row's shape, and ``rows`` (n,) int64, the ascending rows of
-    ``whole``. ``rows`` is absent if all rows have a shape. ``found.about["note"]`` is text for the log. sizes: (m, 3)
-    int32, each shape's frames, height and width. tokens: (m,) each shape's tokens. Raises ValueError if no row has a
-    shape."""
+    found: arrays ``keys`` (n,) int16, each row's shape index, and ``rows`` (n,) int64, the ascending rows of ``whole``.
+    ``rows`` is absent if all rows have a shape. ``found.about["note"]`` is text for the log. sizes: (m, 3) int32, each
+    shape's frames, height and width. tokens: (m,) each shape's tokens. Raises ValueError if no row has a shape."""
 
     def __init__(self, whole: MediaDataset, found: KeptArrays, sizes: np.ndarray, tokens: np.ndarray):
         rows = found.arrays["rows"] if "rows" in found.arrays else Complement(len(whole), np.zeros(0, np.int64))
@@ -245,7 +243,7 @@ def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale
         return KeptArrays({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
 
     def name() -> str:
-        # The key includes the first file's name, because the stored note contains file names.
+        # the stored note contains file names, so the key includes the first one
         how = f"{interval} {upscale} {dataset.describe().max_bad} {dataset.shapes().read_as} {dataset.source(0)}"
         arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
         known = dataset.fingerprint()
@@ -314,13 +312,13 @@ def _shapes_of_media(
 
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0) -> ShapedDataset:
     """Return a ShapedDataset of cached latents at their stored shapes. token: a token's size, with sides in latents
-    instead of pixels. beside: tokens for the caption, included in ``most``. Raises ValueError, naming ``flag``, for too
-    many tokens, or for latents that the model's patch does not divide."""
+    instead of pixels. beside: caption tokens, included in ``most``. Raises ValueError, naming ``flag``, for too many
+    tokens, or for latents that the model's patch does not divide."""
     order = dataset.shapes()
     known = order.latents() if order.latents else [(len(dataset), (1, *dataset.describe().sample_shape[1:])[-3:])]
     ends, sizes = zip(*known, strict=True)
     counts = np.diff(ends, prepend=0)
-    # Number the shapes by their keys, as for media, so that batches of latents and of media match.
+    # Number the shapes in order of their keys, as for media, so that batches of latents and media match.
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):
         if count:

@@ -1,8 +1,8 @@
 """Open the data set that ``--data_path`` names.
 
 A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and an
-entry in ``opendit.config.names.SOURCES``. For data of another kind, the function returns None. For unusable data of the
-right kind, the function raises ValueError with the flag and the fix."""
+entry in ``opendit.config.names.SOURCES``. The function returns None for other kinds of data. It raises ValueError, with
+the flag and the fix, for unusable data of its kind."""
 
 import os
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Request:
     """``--data_path`` and the flags that determine how its data are read."""
 
     data_path: str
-    path: Path | None  # the file or readable folder that data_path names; None if data_path is not a path
+    path: Path | None  # the file or readable folder; None if data_path is not a path
     image_size: int
     seed: int
     random_flip: bool | None = None  # mirror half of the samples; None leaves the choice to the data set
@@ -56,7 +56,7 @@ class Request:
     use_video: bool = False
     short_clips: str = "skip"
     video_reader: str = "auto"  # one of ``video_files.CHOICES``
-    # Settings of random latents, see ``MockDataset``; num_classes also for Python data without class names.
+    # Settings of random latents, see ``MockDataset``. Python data without class names also use num_classes.
     vae: str = "ema"
     num_classes: int | None = None
     text_encoder: str | None = None
@@ -160,8 +160,6 @@ def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
 
 
 def _locate(data_path: str) -> Path:
-    """Return the file or readable folder of ``--data_path``. Raises ValueError or FileNotFoundError, with the flag and
-    the fix."""
     shown = f"--data_path {printable(data_path)}"
     if not data_path.strip():
         raise ValueError(f"--data_path: empty; give {data_path_help()}")
@@ -194,7 +192,7 @@ def _name_advice(name: str) -> str:
 
 
 def _file_advice(path: Path) -> str:
-    """Return an unusable file's kind and what to pass instead, for an error message."""
+    """Return an unusable file's kind and the fix, for an error message."""
     from opendit.data.latents_index import INDEX  # imports pydantic, so only for this message
 
     suffix = path.suffix.lower()

@@ -1,7 +1,7 @@
 """Small picture data sets that torchvision downloads, recognised by their files on disk.
 
-torchvision checks the files' MD5 sums of CIFAR-10, CIFAR-100, STL-10 and SVHN before reading. CIFAR's files are
-pickles, so this check is required. MNIST and Fashion-MNIST are plain arrays."""
+CIFAR's files are pickles, which may run code. So torchvision checks the MD5 sums of CIFAR-10, CIFAR-100, STL-10 and
+SVHN before reading."""
 
 import os
 from dataclasses import dataclass
