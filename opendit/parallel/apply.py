@@ -43,7 +43,7 @@ def apply_parallel(
         stages: this rank's stages of a pipeline; None for the full model.
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``; or but_attention.
         grad_checkpoint: True to recompute complete blocks in the backward pass.
-        recompute_blocks: number of evenly spaced blocks to which grad_checkpoint or but_attention applies; None: all.
+        recompute_blocks: number of blocks for grad_checkpoint or but_attention, evenly spaced; None for all.
         compile_options: options of torch.compile for the blocks and the final layer, if ``compiled``.
     """
     if stages is not None:

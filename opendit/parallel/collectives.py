@@ -25,7 +25,7 @@ class Group:
 
 
 class Flight:
-    """A collective in progress. Holds the input and output tensors, because both must stay in memory until the end."""
+    """A collective in progress. Keeps its input and output in memory until the end."""
 
     def __init__(self, works: Sequence[Any], received: Tensor, sent: Tensor):
         self._works, self._received, self._sent = works, received, sent
@@ -42,7 +42,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of rows that a rank sends to, and receives from, every rank of a group, in rank order."""
+    """Numbers of rows that this rank sends to each rank, and numbers that it receives from each rank."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -69,9 +69,8 @@ def _start_all_to_all(send: Tensor, group: Group, counts: Counts | None = None) 
 class Exchange:
     """Differentiable all-to-all of tensors (P, ...): row p goes to rank p. With ``counts``, tensors are (rows, ...).
 
-    ``start`` and ``finish`` are two nodes of the autograd graph. Computation between them overlaps with the exchange.
-    The backward pass of ``finish`` starts to exchange the gradient. The backward pass of ``start`` then waits for the
-    result. Use a new object for each exchange.
+    Computation between ``start`` and ``finish`` overlaps with the exchange. In the backward pass, ``finish`` starts to
+    exchange the gradient, and ``start`` waits for it. Use a new object for each exchange.
     """
 
     def __init__(self, group: Group, counts: Counts | None = None):
@@ -84,8 +83,7 @@ class Exchange:
         return self
 
     def finish(self) -> Tensor:
-        """Return the received tensor: (P, ...), where row p comes from rank p; or (rows, ...) with ``counts``. Call
-        once for each ``start``."""
+        """Return the received tensor: (P, ...) with row p from rank p; or (rows, ...) with ``counts``. Call once."""
         received, self._received = self._received, None
         return _Finish.apply(received, self)
 
@@ -128,16 +126,16 @@ class _Finish(torch.autograd.Function):
 
 
 class Ring:
-    """Ring of the ranks of a group. Every rank sends tensors to the next rank while the caller computes. All tensors
-    have one shape. Callers rely on the order in which ranks are visited."""
+    """Ring of ranks. Every rank sends tensors to the next rank while the caller computes. All tensors have one shape.
+    Callers rely on the order in which ranks are visited."""
 
     def __init__(self, group: Group):
         self.group = group
 
     def arriving(self, shard: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, that rank's shard), beginning with this rank and going backwards round the ring. The next shard
-        arrives while the caller works on a shard. This rank's ``shard`` must not change meanwhile. into: (P,
-        *shard.shape), receives all shards."""
+        """Yield (rank, its shard) for all ranks: this rank, then the previous rank, and so on. The next shard arrives
+        while the caller uses the last one. Do not change ``shard`` meanwhile. into: tensor (P, *shard.shape) that
+        receives all shards."""
         rank, size = self.group.rank, self.group.size
         held = shard = shard.contiguous()
         if into is not None:
@@ -153,8 +151,8 @@ class Ring:
     def reduce_scatter(self, piece: Callable[[int], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
         """Sum ``piece(r)`` over all ranks, for each rank r. Return the sum for this rank.
 
-        ``piece`` must return a new tensor, because the tensor is changed in place. The calls begin with the previous
-        rank and end with this rank, and overlap with communication. ``meanwhile`` is called during the last transfer.
+        ``piece`` must return a new tensor, because the tensor is changed in place. It is called for the previous rank
+        first and for this rank last, during communication. ``meanwhile`` is called during the last transfer.
         """
         rank, size = self.group.rank, self.group.size
         flight = None
@@ -204,20 +202,20 @@ class _GatherTokens(torch.autograd.Function):
 def gather_tokens(x: Tensor, length: int, group: Group) -> Tensor:
     """Gather the tokens (B, n, F) of all ranks. Return the first N = ``length`` (B, N, F).
 
-    Every rank must compute the same loss from the result. The backward pass returns P times the gradient of this rank's
-    tokens, without communication. Averaging over all ranks then removes the factor P.
+    Every rank must compute the same loss from the result. The backward pass does not communicate. It returns P times
+    the gradient of this rank's tokens, for averages over all ranks.
     """
     return _GatherTokens.apply(x, length, group.size, group)
 
 
 def take_tokens(x: Tensor, rows: int, group: Group) -> Tensor:
-    """Return this rank's tokens (B, n, F) of all tokens (B, N, F), with n = ``rows`` and zeros past the end."""
+    """Select this rank's n = ``rows`` tokens (B, n, F) from all tokens (B, N, F), with zeros past the end."""
     mine = x[:, group.rank * rows : (group.rank + 1) * rows]
     return mine if mine.shape[1] == rows else torch.nn.functional.pad(mine, (0, 0, 0, rows - mine.shape[1]))
 
 
 def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
-    """Start to sum x over all ranks. This rank receives its slice of the sum along ``dim``. P must divide that
+    """Start to sum x over all ranks. Each rank receives a slice of the sum along ``dim``. P must divide the
     dimension."""
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     share = parts.new_empty(parts.shape[1:])
@@ -226,7 +224,7 @@ def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
 
 
 def side_by_side(shares: Tensor, dim: int) -> Tensor:
-    """Concatenate the slices of all ranks, ``shares`` (P, ...), along dimension ``dim`` of a slice."""
+    """Concatenate the ranks' slices, ``shares`` (P, ...), along dimension ``dim`` of a slice."""
     return shares.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -282,8 +280,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def join_result(x: Tensor, length: int, group: Group) -> Tensor:
-    """Gather the tokens (B, n, F) of all ranks and return the first N = ``length`` (B, N, F). Every rank must compute
-    the same loss from the result. The backward pass returns the gradient of this rank's tokens."""
+    """Like :func:`gather_tokens`, but the backward pass returns the gradient of this rank's tokens without a factor."""
     return _GatherTokens.apply(x, length, 1, group)
 
 
@@ -321,10 +318,7 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group)
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """Calls ``model(x, t, y)`` with the batch divided among the ranks of ``group``. Every rank gets the full result.
-
-    If P does not divide the batch size, the last sample is computed several times.
-    """
+    """Calls ``model(x, t, y)`` with the batch divided among the ranks of ``group``. Every rank gets the full result."""
 
     model: Callable[[Tensor, Tensor, Any], Tensor]
     group: Group

@@ -36,8 +36,8 @@ from opendit.parallel.collectives import Group
 
 logger = logging.getLogger(__name__)
 
-# Computation waits for communication in these groups. So that messages do not queue behind gradients, these groups have
-# separate process groups, and high-priority streams on a GPU.
+# Computation waits for messages in these groups. Separate process groups, with high-priority streams on a GPU, keep the
+# messages from queueing behind gradients.
 PRIORITY = ("sp", "tp", "ep")
 TIMEOUT = timedelta(minutes=30)  # limit for a collective, after which the run fails
 
@@ -47,10 +47,10 @@ class Mesh:
     """A process and its named process groups. :class:`opendit.config.parallel_sizes.ParallelDims` lists the names.
 
     Ranks of a pipeline (``pp``) have different blocks. Ranks of a sequence group (``sp``) have different tokens. Ranks
-    of a tensor-parallel group (``tp``) have different slices of every layer. All these ranks see the same samples.
-    Data-parallel ranks see different samples. By default all ranks are data parallel.
+    of a tensor-parallel group (``tp``) have different slices of every layer. The ranks of such a group see the same
+    samples. Data-parallel ranks see different samples. By default all ranks are data parallel.
 
-    A group is created, by all ranks, at its first use, because every group costs start-up time and memory on GPUs.
+    All ranks create a group at its first use, because every group costs start-up time and GPU memory.
     """
 
     rank: int
@@ -110,8 +110,8 @@ class Mesh:
         return self.dims.coordinate(name, self.rank)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return this rank's group ``name``; None for a group of one rank. The first call creates the groups, so all
-        ranks must make this call. A group of all ranks is the default process group, unless ``name`` is in PRIORITY."""
+        """Return this rank's group ``name``; None for a group of one rank. All ranks must make the first call, because
+        it creates the groups."""
         size = self.dims.size(name)
         if size == 1:
             return None
@@ -122,8 +122,8 @@ class Mesh:
         return self.groups[name]
 
     def own_group(self, name: str) -> dist.ProcessGroup:
-        """Return the result of :meth:`group`, but a group with only this rank instead of None. Some libraries treat
-        None as all ranks."""
+        """Like :meth:`group`, but return a group of one rank instead of None. Some libraries treat None as all
+        ranks."""
         if (group := self.group(name)) is not None:
             return group
         if name not in self.groups:
@@ -131,9 +131,8 @@ class Mesh:
         return self.groups[name]
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """Make a ``DeviceMesh`` of all ranks with the groups ``names`` as dimensions, outer to inner. Without names,
-        use the axes with a size above 1. Call on all ranks. Raises ValueError if the groups are not a grid of all ranks
-        in this order."""
+        """Make a ``DeviceMesh`` of all ranks. Its dimensions are the groups ``names``, outer to inner; by default the
+        axes with a size above 1. Call on all ranks. Raises ValueError if these groups do not form a grid."""
         names = names or tuple(axis for axis in AXES if self.dims.size(axis) > 1) or ("dp_shard",)
         sizes = [self.dims.size(name) for name in names]
         for axis, name in enumerate(names):
@@ -171,8 +170,8 @@ class Mesh:
         return mesh
 
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Arrange every sequence group as a grid with rows of ``inner`` neighbouring ranks. Return the groups of this
-        rank's row and column. Call on all ranks."""
+        """Arrange every sequence group as a grid with ``inner`` neighbouring ranks in each row. Return this rank's (row
+        group, column group). Call on all ranks."""
         sizes = [self.dims.size(axis) for axis in AXES]
         place = AXES.index("sp")
         sizes[place : place + 1] = [self.dims.sp // inner, inner]
@@ -181,9 +180,9 @@ class Mesh:
         return near, apart
 
     def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
-        """Make the groups in which neighbouring ranks of a pipeline send to each other, in a circle if ``around``. Call
-        on all ranks. Return groups by (index of the first neighbour, direction). The direction is True for messages to
-        the next rank, False for messages back."""
+        """Make groups of neighbouring ranks in a pipeline, with separate groups for both directions. Call on all ranks.
+        Return the groups by (index of the first neighbour, True for messages to the next rank or False for messages
+        back). around: True if the last rank and the first rank are neighbours, too."""
         pipelines, found = self.dims.groups("pp"), {}
         for place in range(self.pp_size if around else self.pp_size - 1):
             pairs = [[ranks[place], ranks[(place + 1) % self.pp_size]] for ranks in pipelines]
@@ -216,8 +215,8 @@ def init_mesh(
         dims: replaces both sizes.
         group_of_one: True to make a process group for a single process, too. Engines need a process group.
 
-    Raises ValueError if this machine has more processes than GPUs, if their number does not fit the sizes, or if the
-    processes can't meet.
+    Raises ValueError if this machine has more processes than GPUs, if the sizes do not fit the number of processes, or
+    if the processes can't meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
@@ -249,10 +248,8 @@ def init_mesh(
 
 
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
-    """Make ``groups`` and return this rank's group. Every rank is in exactly one group, and must call this function.
-
-    priority: use high-priority streams on a GPU. Otherwise a running matrix product would delay a collective.
-    """
+    """Make ``groups`` and return this rank's group. Every rank must be in one group and call this function. priority:
+    use high-priority streams on a GPU, so that a running matrix product does not delay a collective."""
     options = None
     if priority and device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -261,8 +258,7 @@ def _new_group(groups: list[list[int]], device: torch.device, priority: bool = F
 
 
 def close_mesh() -> None:
-    """Free the CUDA graphs of this process and shut torch.distributed down. Otherwise NCCL warns about leaks at
-    exit."""
+    """Free CUDA graphs and shut torch.distributed down. Otherwise NCCL warns about leaks at exit."""
     if dist.is_initialized():
         end_recordings()
         dist.destroy_process_group()
@@ -279,7 +275,7 @@ _met: tuple[Place, dist.Store] | None = None
 
 
 def meet(place: Place) -> dist.Store:
-    """Wait for all processes of the run and return their common store. Further calls for the same place return the same
+    """Wait for all processes of the run and return their common store. Later calls with an equal ``place`` return this
     store. A single process gets a new store at every call. Raises ValueError if rank 0 can't be reached, its port is
     taken, or a process does not arrive."""
     global _met
@@ -367,7 +363,7 @@ def _why(error: Exception, place: Place) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence stderr in this context. If a port is in use, torch's C++ code prints a stack trace to stderr."""
+    """Silence stderr, where torch's C++ code prints a stack trace if a port is in use."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -385,8 +381,8 @@ Result = TypeVar("Result")
 
 
 class ControlGroup:
-    """Gloo group of all ranks for one thread's messages. The messages neither wait for the GPU nor mix with training's
-    collectives. All ranks must build their control groups in the same order.
+    """Gloo group of all ranks for one thread's small messages. Messages do not wait for the GPU. All ranks must create
+    their control groups in the same order.
 
     Args:
         patience_minutes: longest time that ranks wait for each other.
@@ -406,8 +402,8 @@ class ControlGroup:
         return values
 
     def together(self, work: Callable[[], Result], *errors: type[Exception]) -> Result:
-        """Return the result of ``work()`` on this rank. If ``work`` raises one of ``errors`` on any rank, raise the
-        first such rank's error on all ranks."""
+        """Return the result of ``work()`` on this rank. If any rank's call raises one of ``errors``, raise the first
+        rank's error on all ranks."""
         result = problem = None
         try:
             result = work()
@@ -419,8 +415,7 @@ class ControlGroup:
         return cast(Result, result)
 
     def start_largest(self, number: int) -> Callable[[], int]:
-        """Start to compute the maximum of ``number`` over all ranks. Return a function that waits and returns the
-        maximum on every rank."""
+        """Start to compute the maximum of ``number`` over all ranks. Return a function that waits for the maximum."""
         if self._group is None:
             return lambda: number
         box = torch.tensor([number], dtype=torch.int32)
@@ -435,19 +430,19 @@ class ControlGroup:
 
 # ------------------------------------------------------------------------------------------ replicas in sampling
 #
-# Ranks in sampling are numbered by (data-parallel index, half of guidance, sequence index, tensor-parallel index), the
-# last fastest. With --cfg_parallel, a replica has two groups of neighbouring ranks. One group computes the conditional
-# half of guidance, the second group the unconditional half. Each replica draws different samples.
+# Each replica draws different samples. With --cfg_parallel, a replica has two groups of neighbouring ranks: the first
+# computes the conditional half of guidance, the second the unconditional half. The order of ranks, outer to inner, is:
+# data-parallel index, half of guidance, sequence index, tensor-parallel index.
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks that draw the same samples. All get the latents, and each decodes some of them."""
+    """The ranks that draw the same samples. All ranks get all latents, and each rank decodes some of them."""
 
     number: int  # index of this replica
     count: int  # number of replicas
     leads: bool  # True on the rank that writes the files
-    halves: Group | None  # this rank and its counterpart in the other half of guidance; None without cfg_parallel
+    halves: Group | None  # this rank and its partner in the other half of guidance; None without cfg_parallel
     ranks: Group | None = None  # all ranks of this replica; None if the replica has one rank
 
 

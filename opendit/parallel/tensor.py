@@ -59,8 +59,8 @@ from opendit.parallel.sequence.products import column_sums
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Argument of ``model.use(sequence=...)`` for a model that :func:`divide` has divided. sequence: sequence
-    parallelism over another group of ranks, or None. It divides the tokens first, then ``group`` divides them."""
+    """Argument of ``model.use(sequence=...)`` for a model that :func:`divide` has divided. If ``sequence`` is not None,
+    sequence parallelism divides the tokens first, and ``group`` divides each shard."""
 
     group: Group
     sequence: SequenceParallel | None = None
@@ -153,8 +153,7 @@ class SharedTokens:
 
 
 class _RoutedByParts:
-    """Routing of tokens to experts that ranks divide. Each rank gathers the tokens (B, rows, D) of all ranks. The
-    outputs are reduce-scattered."""
+    """Routing of tokens to experts that ranks divide. Tokens are gathered, and outputs are reduce-scattered."""
 
     travels = False
 
@@ -210,7 +209,7 @@ def divide(
 
     Args:
         sequence: sequence parallelism over another group of ranks.
-        column_modulation: False if every rank should compute all features of the modulations instead of gathering them.
+        column_modulation: True to divide the modulations' features, too; False to compute all of them on every rank.
 
     Raises ValueError as :func:`check_tensor_parallel` does.
     """
@@ -238,8 +237,7 @@ def divide(
 
 
 def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
-    """Reduce a norm over all heads to the weights of this rank's heads, in place. Calls sum the squares over the
-    ranks."""
+    """Reduce a norm over all heads to this rank's heads, in place. The norm sums squares over the ranks."""
     divided: Any = norm
     divided.divided = {"weight": divided_by(rule, norm.weight.shape, group.size)}
     norm.features, norm.sum_of_ranks = len(norm.weight), functools.partial(sum_over_ranks, group=group)
@@ -248,7 +246,7 @@ def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
 
 @dataclass(frozen=True)
 class Divided:
-    """Canonical shape of a parameter, and the cut by which the ranks of a group divide it."""
+    """Canonical shape of a divided parameter, and its cut."""
 
     shape: tuple[int, ...]
     cut: Cut
@@ -269,8 +267,7 @@ class Part(Projection):
     memory: PeerMemory | None = None
 
     def peers(self, x: Tensor, weight: Tensor) -> PeerMemory | None:
-        """Return the symmetric memory for a product of x (B, n, in) that overlaps with communication. None: use a
-        collective."""
+        """Return the symmetric memory to use for a product of x (B, n, in); None to use a collective."""
         if self.low_rank is not None or not overlaps(x, weight):
             return None
         return connect(self.group, x.device)[0] if x.is_cuda else self.memory
@@ -282,7 +279,7 @@ class ColumnParallel(Part):
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Multiply the tokens of all ranks by the weight. ``multiply`` is ignored, because the product has a special
-        backward pass. LoRA first reduces tokens to a few numbers per token, and gathers these numbers."""
+        backward pass."""
         x, weight, bias = in_working_dtype(x, self.weight, bias)
         if (memory := self.peers(x, weight)) is not None:
             return overlapped_column(x, weight, bias, memory)
@@ -294,9 +291,8 @@ PLAIN = (multiply, unbiased, cublaslt.linear)  # functions that multiply in the 
 
 
 class RowParallel(Part):
-    """Linear layer for this rank's input features (B, P n, in / P) of all tokens. Each rank multiplies by its slice of
-    the weight. A reduce-scatter returns the sum for this rank's tokens (B, n, out). The bias is replicated and added to
-    the sum."""
+    """Linear layer for all tokens with this rank's input features (B, P n, in / P). The products are reduce-scattered:
+    each rank receives the sum for its tokens (B, n, out). The replicated bias is added to the sum."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         own = x[:, : x.shape[1] // self.group.size]
@@ -308,13 +304,13 @@ class RowParallel(Part):
 
 
 class ColumnOfContext(Part):
-    """Linear layer that computes this rank's output features from an input that all ranks have. The input's gradient
-    must be summed over the ranks."""
+    """Linear layer that computes this rank's output features from a replicated input. The input's gradient must be
+    summed over the ranks."""
 
 
 class GatheredColumn(Part):
-    """Linear layer for an input (B, in) that all ranks have. Each rank computes some output features, and gathers the
-    features of all ranks (B, out)."""
+    """Linear layer for a replicated input (B, in). Each rank computes some output features, then all features (B, out)
+    are gathered."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         return join(super().product(x, bias, multiply), x.dim() - 1, self.group)
@@ -336,8 +332,8 @@ def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
 
 
 def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
-    """Return this rank's slice of a linear layer, or the layer itself if ``rule``, the weight's rule, does not divide
-    it. The slice's parameters are copies, or on the meta device like the layer's."""
+    """Return this rank's slice of a linear layer. Return the layer itself if ``rule``, the weight's rule, does not
+    divide it. The slice has copies of the parameters, or stays on the meta device."""
     kinds = {Row: RowParallel, Heads: ColumnParallel, Column: ColumnParallel}
     kind = kinds.get(type(rule))
     if kind is None:
@@ -392,16 +388,14 @@ def divided_parameters(model: nn.Module) -> dict[str, Divided]:
 
 
 class ReplicatedGradients:
-    """Sums the gradients of parameters that several ranks of ``tp`` or ``pp`` have, and computes the norm of all
-    gradients.
+    """Sums gradients of parameters that are replicated over ``tp`` or ``pp``, and computes the norm of all gradients.
 
     Args:
         names: names of the parameters, in the order of the gradients.
-        divided: names of the parameters that the ranks of ``tp`` divide. All other parameters are replicated over
-            ``tp``.
-        on_every_stage: names of the parameters on all ranks of ``pp``. All other parameters are on one rank.
+        divided: names of the parameters that ``tp`` divides. All other parameters are replicated over ``tp``.
+        on_every_stage: names of the parameters that are replicated over ``pp``.
 
-    ``counted`` is True for gradients that this rank adds to the norm, so that each gradient counts once.
+    ``counted`` is True for the gradients that this rank adds to the norm. None is counted twice.
     """
 
     def __init__(
@@ -416,8 +410,8 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | None], mark_not_finite: bool = False) -> None:
-        """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider. Call before
-        reading the gradients. All ranks of a group must have None for the same parameters.
+        """Sum the gradients of replicated parameters, in place and in fp32 or wider. Call before reading the gradients.
+        All ranks of a group must have None for the same parameters.
 
         mark_not_finite: True to put a NaN into the gradients of all ranks if a rank's gradients are not finite.
         """
@@ -443,7 +437,7 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return the norm of all gradients on all ranks of the groups, 0-dim fp32. gradients: this rank's gradients."""
+        """Return the norm of the gradients of all ranks, 0-dim fp32. gradients: this rank's gradients."""
         pairs = zip(gradients, self.counted, strict=True)
         norms = torch._foreach_norm([g for g, counted in pairs if counted and g is not None])
         return self.total(torch.stack(norms).double().square().sum()).sqrt().float()
@@ -451,16 +445,15 @@ class ReplicatedGradients:
 
 # ------------------------------------------------------------------------------------------ overlapped products
 #
-# A column product multiplies all ranks' tokens by this rank's output features. A row product is summed over the ranks.
-# A collective before or after a product would leave the multiprocessors idle. Here copy engines move tokens through
-# symmetric memory during the product (Wang et al. 2023, "Overlap Communication with Dependent Computation via
-# Decomposition"):
+# A collective before a column product or after a row product would leave the multiprocessors idle. Here copy engines
+# move tokens through symmetric memory during the product (Wang et al. 2023, "Overlap Communication with Dependent
+# Computation via Decomposition"):
 #
 #     column, forward    send this rank's tokens; multiply them; multiply every other rank's tokens when they arrive
 #     row, forward       multiply other ranks' tokens; multiply this rank's tokens during the transfers; add
 #
-# The backward pass of a column product is a row product, and vice versa. The weight's gradient of a column product
-# needs the tokens of all ranks, so the backward pass sends the tokens again.
+# The backward pass of a column product is a row product, and vice versa. A column product's backward pass also sends
+# the tokens again, for the weight's gradient.
 
 # Minimum number of a sample's tokens on a rank. With fewer tokens, a collective and one product are faster.
 LEAST_TOKENS = 1024
@@ -474,15 +467,15 @@ def overlaps(x: Tensor, weight: Any) -> bool:
 
 @not_compiled  # a compiler can't see that other ranks read and write the buffers
 def overlapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, memory: PeerMemory) -> Tensor:
-    """Compute x W^T + bias (B, P n, out / P) for the tokens of all ranks. x: this rank's tokens (B, n, in). weight:
-    this rank's slice (out / P, in). See :func:`opendit.parallel.collectives.column_product`."""
+    """Return x W^T + bias (B, P n, out / P) for the tokens of all ranks. x: this rank's tokens (B, n, in). weight: this
+    rank's slice (out / P, in)."""
     return _Column.apply(x, weight, bias, memory)
 
 
 @not_compiled
 def overlapped_row(z: Tensor, weight: Tensor, memory: PeerMemory) -> Tensor:
-    """Compute z W^T, summed over all ranks, for this rank's tokens: (B, n, out). z: this rank's input features (B, P n,
-    in / P). weight: this rank's slice (out, in / P)."""
+    """Sum z W^T over all ranks, and return the sum for this rank's tokens: (B, n, out). z: this rank's input features
+    (B, P n, in / P). weight: this rank's slice (out, in / P)."""
     return _Row.apply(z, weight, memory)
 
 
@@ -548,8 +541,8 @@ def _of_all_tokens(
 def _of_own_tokens(
     z: Tensor, matrix: Tensor | None, memory: PeerMemory, meanwhile: Callable[[], None] = lambda: None
 ) -> Tensor | None:
-    """Compute z @ matrix, summed over all ranks, for this rank's tokens: (B, n, F), or None without a matrix. z: (B, P
-    n, columns). meanwhile: function that enqueues kernels to run during the transfers."""
+    """Sum z @ matrix over all ranks, and return the sum for this rank's tokens: (B, n, F). z: (B, P n, columns). Return
+    None without a matrix. meanwhile: enqueues kernels to run during the transfers."""
     rank, size = memory.group.rank, memory.group.size
     own = z.unflatten(1, (size, -1)).select(1, rank)
     if matrix is None:
