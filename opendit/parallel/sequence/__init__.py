@@ -61,9 +61,8 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class SharedSequence:
-    """This rank's shard of a sequence of ``length`` tokens. Every rank has ``rows`` tokens; the last ranks may have
-    padding, or only padding. Layers also process padding. Padding is removed before every attention and from the
-    result, so its gradient is zero."""
+    """This rank's shard of a sequence of ``length`` tokens. Every rank has ``rows`` tokens. The last ranks may have
+    padding. Padding is removed before every attention and from the result, so its gradient is zero."""
 
     sequence: SequenceParallel
     length: int
@@ -115,7 +114,7 @@ class SharedSequence:
 
 
 def attention_note(note: str, sequence: SequenceParallel | None) -> str:
-    """Describe the attention in use: the strategy's attention, or without a strategy, the model's (``note``)."""
+    """Describe the attention in use. note: describes the model's attention."""
     if sequence is None or sequence.plan.kind not in OWN_ATTENTION:
         return note
     ring = f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"
@@ -136,7 +135,7 @@ def sequence_parallel(
     rank.
 
     Args:
-        shape: ``auto`` chooses for sequences of this shape. Sequences of other lengths work, too.
+        shape: shape for which ``auto`` chooses. Sequences of other lengths work, too.
         keep_gathered: see :class:`FastSeq`.
         groups: number of groups of Ulysses (see :class:`StrategyChoice`); None to choose with the cost model.
         direct: True to use symmetric memory if possible.
@@ -204,9 +203,8 @@ def sequence_shape(
 
 # ------------------------------------------------------------------------------------------ captions in the sequence
 #
-# Sequences of two streams, caption tokens and media tokens. Each stream is divided evenly among the ranks. A stream's
-# layers process only tokens of this stream. For attention, the tokens of all ranks are arranged in the order of the
-# sequence, without padding.
+# These sequences have two streams: caption tokens and media tokens. Ranks divide each stream evenly. A stream's layers
+# process only this stream's tokens. Attention reads all ranks' tokens in the order of the sequence, without padding.
 
 
 @dataclass(frozen=True)
@@ -216,8 +214,8 @@ class SharedStreams:
     parts: tuple[Any, ...]  # each stream's shard
     lengths: tuple[int, ...]  # each stream's length on all ranks
     ranks: int
-    # UlyssesRing.exchange; None if projections return the tokens of all ranks. It gets q, k, v (B, H, rows, d) of this
-    # rank's tokens, and the token count of all ranks with padding.
+    # UlyssesRing.exchange. It is called with q, k, v (B, H, rows, d) of this rank's tokens, and with the total token
+    # count including padding. None if projections return all tokens.
     exchange: Callable[[Tensor, Tensor, Tensor, GridAttention, Callable[[slice], Attend], int], Tensor] | None
 
     takes_projection = False
@@ -238,8 +236,8 @@ class SharedStreams:
         return self.parts[number].gather(x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
-        """Return the attention output for q, k, v (B, H, n, d) of this rank's tokens. If the projections gather tokens,
-        q, k, v have the tokens of all ranks."""
+        """Return the attention output for q, k, v (B, H, n, d). They have this rank's tokens, or without ``exchange``
+        all tokens."""
         order = self._order(q.device)
 
         def in_order(samples: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -265,7 +263,7 @@ class SharedStreams:
         ]
 
     def _order(self, device: torch.device) -> Tensor:
-        """Return, for every token of the sequence, its index in the concatenation of all ranks' tokens."""
+        """Return every token's index in the concatenation of all ranks' tokens, in the order of the sequence."""
         found, start = [], 0
         for length, rows in zip(self.lengths, self.rows_of_streams, strict=True):
             at = torch.arange(length, device=device)
@@ -276,16 +274,14 @@ class SharedStreams:
 
 # ------------------------------------------------------------------------------------------ experts over several ranks
 #
-# Expert-choice routing (EC-DiT): an expert takes the k tokens of a sample with the highest affinities. Ranks that share
-# a sequence gather the affinities (B x N x E numbers, without a gradient), so that every rank knows all choices. A
-# chosen token is weighted by its affinity. The affinity's gradient is computed on the token's rank. Only chosen tokens
-# are sent:
+# Expert-choice routing (EC-DiT): an expert takes the k tokens of a sample with the highest affinities, and weights the
+# outputs by the affinities. Ranks that share a sequence gather the affinities (B x N x E numbers, without a gradient),
+# so that every rank knows all choices. Only chosen tokens are sent:
 #
 #     own tokens ─chosen ones, by expert─▶ all-to-all ─▶ (experts, rows, D) ─▶ all-to-all ─▶ weighted sum
 #
-# If every rank has complete samples, all sizes are known in advance. If ranks share a sequence, a rank may have any
-# number of an expert's k tokens. The host then reads this number from the device while the device computes the shared
-# MLP.
+# If every rank has complete samples, all sizes are known in advance. If ranks share a sequence, the host must read from
+# the device how many of an expert's k tokens each rank has. Meanwhile the device computes the shared MLP.
 
 
 class RoutingByRanks:
@@ -348,7 +344,7 @@ def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
 
 
 class _Pending:
-    """Choices among several ranks' tokens, before the host knows how many of this rank's tokens are chosen."""
+    """Experts' choices from a divided sequence, before the host knows the counts."""
 
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: SharedSequence, group: Group):
         own, first = mlp.affinities(y), shared.group.rank * shared.rows
@@ -368,8 +364,7 @@ class _Pending:
             self._copied.record()
 
     def chosen(self) -> tuple[Chosen, list[list[int]]]:
-        """Wait for the counts. Return this rank's chosen tokens, and the counts for every rank of the group and every
-        expert."""
+        """Wait for the counts. Return (this rank's chosen tokens, counts by rank and expert)."""
         if self._copied is not None:
             self._copied.synchronize()
         counts = self._counts.tolist()
@@ -384,8 +379,8 @@ class _Pending:
 
 @functools.lru_cache(maxsize=32)  # the arguments never change if samples are not split over ranks
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
-    """Map the received rows to indices in a flattened stack (experts, rows). Received rows are sorted by rank, then by
-    expert. Return the indices and the stack's rows per expert, the largest number that any expert receives."""
+    """Return (indices, rows) for a stack (experts, rows) of received tokens. indices: each token's place in the
+    flattened stack; tokens arrive sorted by rank, then by expert. rows: the largest number of tokens of one expert."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:
@@ -412,8 +407,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The adjoint of :class:`_Spread`: ``x[places]`` for distinct places. The backward pass of torch's indexing is
-    slower, because it supports repeated places."""
+    """Returns ``x[places]`` for distinct places. The backward pass of torch's indexing is slower, because it supports
+    repeated places."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor):

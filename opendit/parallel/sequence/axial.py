@@ -7,13 +7,12 @@ Attention along time needs all frames of a position. P ranks can divide the grid
     by frames      T / P of the frames with all positions    attention within frames needs no other rank
     by positions   all frames with S / P of the positions    attention along time needs no other rank
 
-An all-to-all changes the layout. The *home* layout is by frames, or by positions if that needs less padding. Norms,
-MLPs and cross-attention work in both layouts. For attention in the second, *away* layout, ranks exchange the input
-before the projection to q, k, v, and the output afterwards. In the forward pass, a rank receives 2 (P - 1) / P^2 x N D
-numbers per block, for any number of heads.
+Tokens are stored in the *home* layout: by frames, or by positions if that needs less padding. Attention along the
+divided axis needs the *away* layout. One all-to-all brings its input to the away layout, before the projection to q, k,
+v. A second all-to-all brings the output back. In a block's forward pass, a rank receives 2 (P - 1) / P^2 x N D numbers.
 
-If P does not divide the number of frames or positions, padding is appended. Padding is removed before attention along
-its axis. A frame or position of only padding attends to itself and is removed later, so its gradient is zero.
+If P does not divide the number of frames or positions, padding is appended. Padding never affects other tokens, and its
+gradient is zero.
 
 :class:`AllToAll` uses collectives. With :class:`DirectExchange`, ranks access each other's memory (peer_memory.py), as
 in Ulysses (ulysses.py), but with positions instead of heads:
@@ -56,8 +55,7 @@ class GridShare:
 
     group: Group
     sizes: tuple[int, int]  # (frames T, positions S)
-    # The axis that ranks usually divide. FRAMES: every rank has all positions of some frames. PLACES: every rank has
-    # all frames of some positions.
+    # the divided axis in the home layout: FRAMES (a rank has some frames) or PLACES (a rank has some positions)
     home: int
 
     @property
@@ -65,7 +63,7 @@ class GridShare:
         return 1 - self.home
 
     def share(self, axis: int) -> int:
-        """Return a rank's number of frames or positions, with padding, along a divided axis."""
+        """Return a rank's number of frames (or positions) when they are divided, with padding."""
         return -(-self.sizes[axis] // self.group.size)
 
     def local(self, axis: int) -> tuple[int, int]:
@@ -74,7 +72,8 @@ class GridShare:
         return frames, places
 
     def own(self, x: Tensor, axis: int) -> Tensor:
-        """Return this rank's shard (B, f, s, F) of all tokens (B, T S, F) when ``axis`` is divided. Padding is zero."""
+        """Select this rank's shard (B, f, s, F) from all tokens (B, T S, F) when ``axis`` is divided, with zeros for
+        padding."""
         x, n = x.unflatten(1, self.sizes), self.share(axis)
         start = min(self.group.rank * n, self.sizes[axis])
         return padded(x.narrow(1 + axis, start, min(n, self.sizes[axis] - start)), 1 + axis, n)
@@ -87,8 +86,8 @@ class GridShare:
         return [Exchange(self.group).start(part.movedim(dim, 0)) for part in x.split(self.part(parts), dim + 1)]
 
     def part(self, parts: int) -> int:
-        """Return the number of frames or positions in one of ``parts`` exchanges to the away layout. The last exchange
-        may be smaller."""
+        """Return the number of frames (or positions) in one exchange of :meth:`leave`. The last exchange may be
+        smaller."""
         return -(-self.share(self.away) // parts)
 
     def arrive(self, exchange: Exchange) -> Tensor:
@@ -97,7 +96,7 @@ class GridShare:
         return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
 
     def send_back(self, x: Tensor) -> Exchange:
-        """Start to send tokens (B, f, s, D) back to the ranks that they came from. Inverts :meth:`leave`."""
+        """Start to send tokens (B, f, s, D) back to the home layout."""
         dim, ranks = 1 + self.home, self.group.size
         x = padded(x, dim, ranks * self.share(self.home)).unflatten(dim, (ranks, -1))
         return Exchange(self.group).start(x.movedim(dim, 0))
@@ -115,11 +114,10 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Exchange with collectives, in ``parts`` parts. Transfers overlap with the computation of previous and next parts.
+    """Exchange with collectives, in ``parts`` parts. One part's transfer overlaps with other parts' attention.
 
-    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the away layout and calls ``attend(lines, which)`` for every
-    part. lines: the part's tokens. which: the part's slice of the divided axis. The results (B, n, D') are brought
-    back.
+    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the away layout, and calls ``attend(lines, which)`` for every
+    part: its tokens, and its slice of the divided axis. The results (B, n, D') return to the home layout.
     """
 
     parts: int = PARTS
@@ -149,8 +147,8 @@ def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
-    """Bring float8 tokens to the away layout, with one byte per number. All ranks have equal scales, because LayerNorm
-    + modulate derives a scale from the samples' modulation."""
+    """Bring float8 tokens to the away layout. All ranks have the same scale, because LayerNorm + modulate computes the
+    scale from the samples' modulation."""
     stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
     return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
 
@@ -173,11 +171,10 @@ class _MoveQuantized(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SharedGrid:
-    """Tokens of a grid that ranks divide, for attention along the grid's axes. Implements
-    :class:`opendit.models.attention.SequenceShards`.
+    """Implementation of :class:`opendit.models.attention.SequenceShards` for attention along a grid's axes.
 
-    ``exchange`` moves tokens to the away layout and back. ``full`` divides the tokens as a plain sequence, for
-    attention to all tokens; None without such attention. With ``full``, ``grid`` must be divided by frames.
+    ``exchange`` moves tokens to the away layout and back. ``full`` divides the tokens for attention to all tokens; None
+    without such attention. With ``full``, the home layout must be by frames.
     """
 
     grid: GridShare
@@ -222,8 +219,8 @@ class SharedGrid:
         return self.exchange.attend(grid, x, attend_part)
 
     def _rotary(self, rotary: Tensor | None, axis: int, which: slice = slice(None)) -> Tensor | None:
-        """Return the rotations (n, d / 2, 2) of this rank's tokens when ``axis`` is divided, or only for the slice
-        ``which``."""
+        """Return the rotations (n, d / 2, 2) for this rank's tokens when ``axis`` is divided. which: slice of the
+        divided axis."""
         if rotary is None:
             return None
         key = axis, which.start, which.stop
@@ -251,8 +248,8 @@ class SharedGrid:
 def shared_grid(
     group: Group, sizes: tuple[int, ...], exchange: "AllToAll | DirectExchange", full: SequenceShards | None
 ) -> SharedGrid:
-    """Return this rank's shard of a grid of frames, rows and columns. The grid is divided by frames, or by positions if
-    that needs less padding. With attention to all tokens (``full``), it is always divided by frames."""
+    """Return this rank's shard of a grid of frames, rows and columns. The home layout is by frames, or if ``full`` is
+    None, by positions if that needs less padding."""
     sizes = sizes[0], math.prod(sizes[1:])
     home, _ = divide_grid(*sizes, group.size, by_frames=full is not None)
     return SharedGrid(GridShare(group, sizes, home), exchange, full)
@@ -271,7 +268,7 @@ class DirectExchange:
             return AllToAll(self.parts).attend(grid, x, attend)
         x = cast(Tensor, in_working_dtype(x)[0])
         if torch.is_grad_enabled() and not x.requires_grad:
-            # A frozen x gets a gradient, too, because all ranks must use the same buffers in the backward pass.
+            # Compute a frozen x's gradient, too, because all ranks must use the same buffers in the backward pass.
             x = x.detach().requires_grad_()
         frames, own = grid.local(FRAMES)[0], grid.share(grid.away)
         parts = next(n for n in range(self.parts, 0, -1) if own % n == 0)
@@ -291,8 +288,8 @@ class DirectExchange:
 
 
 class _Enter(torch.autograd.Function):
-    """Sends this rank's tokens (B, frames, S * D) to the away layout. Returns one tensor for each part: this rank's
-    positions in all frames (B, positions, T, D). Data may still be arriving in these tensors."""
+    """Brings tokens (B, frames, S * D) to the away layout. Returns a tensor (B, positions, T, D) for each part. The
+    data may still be arriving."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: Layer):
@@ -302,7 +299,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        # A view of the buffer. The preceding norm's backward pass reads it before the next exchange overwrites it.
+        # This is a view of a buffer. The norm's backward pass reads it before the next exchange overwrites it.
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 

@@ -19,9 +19,8 @@ MOST_GROUPS = 6  # maximum number of groups of heads; the host makes about 30 ca
 
 
 def split_groups(groups: int, samples: int, heads: int) -> tuple[int, int]:
-    """Divide the samples, and then a rank's ``heads``, into ``groups`` groups in all, or into fewer if these numbers
-    are not divisible. Return (number of sample groups, number of head groups). Samples come first, because exchanges of
-    single samples need fewer copies."""
+    """Divide samples and a rank's ``heads`` into at most ``groups`` groups. Return (number of sample groups, number of
+    head groups). Samples are divided first, because exchanges of single samples need fewer copies."""
     of_samples = math.gcd(groups, samples)
     return of_samples, math.gcd(groups // of_samples, heads)
 
@@ -50,7 +49,7 @@ class StrategyChoice:
 
     kind: str
     reason: str
-    # number of groups of samples and a rank's heads (ulysses, see split_groups()); with symmetric memory, only of heads
+    # number of groups for ulysses, see split_groups(); with symmetric memory, only heads are divided
     groups: int = 1
     heads_over: int = 1  # number of ranks that divide the heads (usp)
     seconds: float = field(default=0.0, compare=False)  # cost per layer
@@ -71,7 +70,7 @@ class _Costs:
 
     @property
     def whole(self) -> float:
-        """Return the seconds in which a rank receives N x D numbers."""
+        """Return the seconds to receive N x D numbers."""
         s = self.shape
         return s.samples * s.tokens * s.hidden * s.bytes / self.hardware.link
 
@@ -87,13 +86,13 @@ class _Costs:
         return self.attention_flop * (1 / self.hardware.attention + 2.5 / self.hardware.attention_backward)
 
     def exposed(self, transfer: float, work: float) -> float:
-        """Return the visible seconds of a transfer that overlaps with ``work`` seconds of computation. Both share one
-        card, so the transfer is never hidden completely."""
+        """Return how long a transfer is visible if it overlaps with ``work`` seconds of computation. It is never hidden
+        completely, because both share one card."""
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
-        """Return the seconds of FastSeq with collectives: the exchange of heads, and the visible time of gathers and
-        gradient sums."""
+        """Return the seconds of FastSeq with collectives: the exchange of heads, visible gathers and visible sums of
+        gradients."""
         s, m, P = self.shape, self.hardware, self.ranks
         # seconds to compute q, k, v of one rank's tokens
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
@@ -106,9 +105,8 @@ class _Costs:
         return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
     def direct_fastseq(self) -> float:
-        """Return the seconds of FastSeq with symmetric memory: visible transfers of inputs and their gradients, the
-        exchange of heads, and additional passes over memory. These passes copy and add tokens, copy this rank's rows of
-        the weight, and write zeros to all other rows of the weight's gradient."""
+        """Return the seconds of FastSeq with symmetric memory: visible transfers, the exchange of heads, and additional
+        passes over memory for tokens, weights and weight gradients."""
         s, m, P = self.shape, self.hardware, self.ranks
         # seconds to compute q, k, v of one rank's tokens
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
@@ -122,14 +120,13 @@ class _Costs:
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def copies(self, samples: int) -> float:
-        """Return the seconds, in one direction, of copies for exchanges with several samples: q, k, v and the attention
-        output are read and written once more."""
+        """Return the seconds to copy q, k, v and the attention output once, for exchanges of several samples."""
         return 2 * 4 * self.whole * self.hardware.link / self.ranks / self.hardware.memory if samples > 1 else 0.0
 
     def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:
-        """Return the seconds of Ulysses with collectives: the visible time of all-to-alls among ``ranks`` ranks,
-        forward and backward. Attention hides some of the transfers, but not for the first group. If copy engines make
-        the transfers, attention hides all but those of one group."""
+        """Return the seconds of Ulysses with collectives: visible all-to-alls among ``ranks`` ranks, forward and
+        backward. Attention partly hides all transfers but those of one group. With copy engines, it can hide them
+        completely."""
         m, P = self.hardware, ranks or self.ranks
         number, of_heads = split_groups(groups, self.shape.samples, self.shape.heads // P)
         exchanged = 2 * 4 * self.whole * P / self.ranks * (P - 1) / P**2
@@ -146,16 +143,16 @@ class _Costs:
         return math.ceil(samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
-        """Return the seconds of Ulysses with symmetric memory: one group's transfers, one more copy of the attention
-        output, and idle multiprocessors if a group has few heads. Attention hides all other transfers."""
+        """Return the seconds of Ulysses with symmetric memory: one group's transfers, a copy of the attention output,
+        and idle multiprocessors if a group has few heads. Attention hides all other transfers."""
         m, P = self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
         copied = 2 * 2 * self.whole * m.link / P / m.memory
         return exchanged + copied + self.in_groups(groups, P)
 
     def in_groups(self, of_heads: int, ranks: int, of_samples: int = 1) -> float:
-        """Return the additional seconds of attention if samples and a rank's heads are processed in groups. ranks:
-        number of ranks that divide the heads."""
+        """Return the additional seconds of attention in groups of heads and samples. ranks: number of ranks that divide
+        the heads."""
         m, heads, samples = self.hardware, self.shape.heads // ranks, self.shape.samples
         together, groups = self.waves(heads, samples), of_heads * of_samples
         each = self.waves(heads // of_heads, samples // of_samples)
@@ -209,8 +206,8 @@ def make_plan(
         groups: number of groups for Ulysses; None to choose.
         hardware: None for H200s.
 
-    Raises ValueError for a ``kind`` that is unknown or does not suit the model, for ``groups`` that do not divide the
-    samples and a rank's heads, and if auto finds no strategy.
+    Raises ValueError if ``kind`` is unknown or does not work with the model, if ``groups`` does not divide the samples
+    and a rank's heads, or if auto finds no strategy.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

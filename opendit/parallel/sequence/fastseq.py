@@ -54,7 +54,7 @@ from opendit.parallel.sequence.ulysses import Collect, Depart, Layer
 
 @dataclass(frozen=True)
 class FastSeq:
-    """FastSeq with collectives. keep_gathered: True to keep the gathered input (N x D numbers per layer) for the
+    """FastSeq with collectives. keep_gathered: True to save the gathered input (N x D numbers per layer) for the
     backward pass; False to gather it again."""
 
     group: Group
@@ -78,15 +78,15 @@ class FastSeq:
         return side_by_side([sent.finish()])
 
     def _with_low_rank(self, packed: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T instead of x (B, n,
-        D), because x A^T has only a few numbers per token."""
+        """Add the LoRA update to the packed q, k, v. Ranks gather x A^T instead of x (B, n, D), because x A^T has only
+        a few numbers per token."""
         thin = join(F.linear(x, low_rank.a).unsqueeze(0), 0, self.group)
         own = low_rank._replace(b=own_rows(low_rank.b, self.group))
         return own.add_to(packed.flatten(3), thin).view(packed.shape)
 
 
 class _GatheredAgain:
-    """Holder of a gather in progress. One node of the backward pass starts the gather, and another node waits."""
+    """A gather in progress. One node of the backward pass starts the gather, and another node waits."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -102,8 +102,8 @@ class _GatheredAgain:
 
 
 class _GatherAhead(torch.autograd.Function):
-    """Identity function. Its backward pass starts the gather for the backward pass of :func:`own_heads`. So the gather
-    overlaps with the backward pass of attention."""
+    """Identity function. Its backward pass starts the gather that :func:`own_heads` needs. So the gather overlaps with
+    the backward pass of attention."""
 
     @staticmethod
     def forward(ctx, output: Tensor, shard: Tensor, gathered: _GatheredAgain):
@@ -129,8 +129,8 @@ def own_heads(
 ) -> Tensor:
     """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d).
 
-    x (B, n, D), weight, bias, sent and products are the fields of :class:`Projected`. ``gathered`` provides the input
-    of all ranks in the backward pass; None to save the input.
+    x (B, n, D), weight, bias, sent and products are the fields of :class:`Projected`. gathered: used to gather the
+    input again in the backward pass; None to save the gathered input.
     """
     if has_torch_function((weight, bias)):
         # Gemini fetches parameters only for one call, so parameters must be arguments of the call.
@@ -194,7 +194,7 @@ class DirectFastSeq:
 
 @dataclass
 class _Layer(Layer):
-    # one event for each other rank: this rank's input has arrived there
+    # for each other rank, the event after which this rank's input has arrived there
     events: list[Any] = field(default_factory=list)
 
     @property
@@ -218,8 +218,8 @@ class _Layer(Layer):
         self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
     def gather_again(self, shard: Tensor) -> None:
-        """In the backward pass, start to copy this rank's inputs to ``Buffer.EVERYONE`` on all ranks. Read the buffer
-        only after the barrier of ``Buffer.GRADIENT``."""
+        """Start to copy this rank's inputs to ``Buffer.EVERYONE`` on all ranks, for the backward pass. The buffer may
+        be read after the barrier of ``Buffer.GRADIENT``."""
         self.held.append(shard)
         own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
         self.memory.copy_beside(groups, own)
@@ -239,8 +239,8 @@ class _Layer(Layer):
             yield peer, buffer[rank][:, self.tokens_of(peer)]
 
     def gradient_for(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
-        """Return a slot (B, tokens of ``owner``, D) in the gradient buffer of rank ``adder``. The slot is for
-        ``adder``'s term of the gradient of ``owner``'s input."""
+        """Return the slot (B, tokens of ``owner``, D) in rank ``adder``'s gradient buffer, for its term of ``owner``'s
+        input gradient."""
         slots = self.memory.rows(Buffer.GRADIENT, (self.memory.group.size, *self.shape), dtype)
         return slots.of[adder][owner][:, : self.real(owner)]
 
@@ -261,7 +261,7 @@ def direct_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: _Layer, keep_gathered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks. x (B, n, D), weight, bias, sent and
-    products are the fields of :class:`Projected`. ``layer`` has the sizes and buffers of this call."""
+    products are the fields of :class:`Projected`."""
     if has_torch_function((weight, bias)):
         # Gemini fetches parameters only for one call, so parameters must be arguments of the call.
         return handle_torch_function(
@@ -275,17 +275,16 @@ def direct_heads(
 
 
 class _OwnProjection(torch.autograd.Function):
-    """Computes q, k, v of this rank's heads for all tokens, (B, N, 3 h d) with the bias added. Also returns the heads'
-    bias (3 h d,), because :func:`split_heads` computes its gradient."""
+    """Computes q, k, v of this rank's heads for all tokens: (B, N, 3 h d), with the bias added. Also returns the bias
+    (3 h d,), because :func:`split_heads` computes its gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, sent, products: Products, layer: _Layer, keep_gathered: bool):
         group = layer.memory.group
         own_bias = None if bias is None else own_rows(bias, group)
         layer.gather(sent)
-        # Copy the weight's rows for this rank's heads, during the transfer of inputs. Without the copy, the rows are
-        # three separate blocks (q, k, v). Three products with few tiles would leave more multiprocessors idle, and one
-        # batched product can't add a bias.
+        # Copy the weight's rows for this rank's heads, during the transfer of inputs. Without the copy, q, k and v
+        # would need three products, with more idle multiprocessors. A batched product can't add a bias.
         own_weight = products.factor(weight, group)
         qkv = x.new_empty(len(x), layer.length, len(own_weight[0]))
         for rank, shard in layer.shards(sent):
@@ -309,7 +308,7 @@ class _OwnProjection(torch.autograd.Function):
             out = layer.gradient_for(peer, group.rank, dqkv.dtype)
             _input_gradient(products, made[:, layer.tokens_of(peer)], columns, out)
         there = memory.ready_beside(Buffer.GRADIENT)
-        if ctx.needs_input_grad[2]:  # small kernels that fill the time in which this rank may wait for others
+        if ctx.needs_input_grad[2]:  # computed here, because this rank may have to wait for others anyway
             dbias = whole_rows(cast(Tensor, own_dbias), group)
         if ctx.needs_input_grad[1]:
             dweight = zeros_but_own(own_weight[0], weight, group)
@@ -331,11 +330,10 @@ def _sum(parts: Tensor) -> Tensor:
 
 
 def _input_gradient(products: Products, grad: Tensor, columns: Saved, out: Tensor, add: bool = False) -> None:
-    """Write this rank's term of an input's gradient (B, n, D) to ``out``, or add it to ``out`` if ``add``. grad: the
-    gradient (B, n, 3 h d) of q, k, v for the input's tokens.
+    """Write this rank's term of an input gradient (B, n, D) to ``out``, or add it to ``out`` if ``add``. grad: the
+    gradient (B, n, 3 h d) of q, k, v.
 
-    Call this function even if the gradient is not needed. Otherwise the gradient buffer would be skipped, and the input
-    buffer would be used twice in a row.
+    Call this function even if no gradient is needed, so that the input buffer is not used twice in a row.
     """
     for target, rows in zip(out, grad, strict=True):  # sample by sample
         products.input_gradient_into(target, rows, columns, add)

@@ -1,22 +1,18 @@
 """Buffers in torch's symmetric memory: every rank of a group reads and writes all ranks' buffers over NVLink.
 
-Every rank has four buffers. Each use of a buffer, or each part that arrives in it, has one barrier:
+Every rank has four buffers. Data is written before a barrier and read after it:
 
     output    all ranks write to a rank's buffer, barrier, the owner reads it
     input     like output; or a rank fills its own buffer, barrier, all ranks read what they need from it
-    everyone  like output without a barrier: written after the barrier of input, read after the barrier of gradient
+    everyone  like output, but written after the barrier of input and read after the barrier of gradient
     gradient  a rank fills its own buffer, barrier, all ranks read what they need from it
 
-No buffer is used twice in a row: another buffer's barrier ensures that all ranks have finished with the first. So one
-set of buffers, and one barrier for each use, suffice. A layer's forward pass uses input, then output. The backward pass
-uses input, then output or gradient (FastSeq). A recorded graph begins with input and ends with another buffer, so it
-can be replayed repeatedly.
+No buffer is used twice in a row, because the next buffer's barrier ensures that all ranks have finished with the last
+buffer. A layer's forward pass uses input, then output. The backward pass uses input, then output or gradient (FastSeq).
+A recorded graph begins with input and ends with another buffer, so it can be replayed repeatedly.
 
-A barrier on the copy stream overlaps with the caller's kernels until these need the data.
-
-Data is transferred by a kernel on the caller's stream, or by copy engines that run concurrently. The kernel uses the
-full rate of the links. Copy engines are slower but occupy no multiprocessor. On H200s, half of a layer's attention
-takes 107 us alone, 111 us during copies and 129 us during the kernel.
+A kernel transfers data at the full rate of the links. Copy engines are slower but occupy no multiprocessor. On H200s,
+half of a layer's attention takes 107 us alone, 111 us during copies and 129 us during the kernel.
 """
 
 import functools
@@ -35,7 +31,7 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.exchange_heads import exchange_heads, send_rows
 from opendit.parallel.collectives import Group
 
-# (q, k, v or one tensor of heads, the first head's index among all H heads)
+# (tensors of heads, the first head's index among all H heads)
 Part = tuple[tuple[Tensor, ...], int]
 Pair = tuple[Tensor, Tensor]  # (target, source), each (rows, h, d) and contiguous within a row
 
@@ -56,26 +52,25 @@ class PeerRows:
 
 
 def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor]:
-    """Allocate ``size`` bytes on every rank of the group. Return torch's handle for all ranks' memory, and this rank's
-    memory as a tensor (size,) uint8. Freeing the tensor frees the memory."""
+    """Allocate ``size`` bytes on every rank of the group. Return (torch's handle, this rank's memory). The memory is a
+    tensor (size,) uint8, and is freed with this tensor."""
     from torch.distributed import _symmetric_memory as symmetric
 
     # multicast is a scarce resource, and is not used here
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    # torch zeroes the memory and the barrier's signals on the current stream. Wait, because later zeroing could erase
-    # data that a faster rank has written.
+    # torch zeroes the memory asynchronously. Wait, so that zeroing does not erase data from a faster rank.
     torch.cuda.synchronize(device)
     return symmetric.rendezvous(memory, cast(dist.ProcessGroup, group.handle)), memory
 
 
 class PeerMemory:
-    """The buffers of one group of ranks. Each buffer is as large as the largest shape so far. All ranks must make the
-    same calls in the same order. allocate: function with the signature of :func:`allocate`."""
+    """The buffers of a group of ranks. Buffers grow with the largest shape. All ranks must make the same calls in the
+    same order. allocate: function with the signature of :func:`allocate`."""
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
-        # also preserves old buffers, for recorded graphs
+        # the last entry is in use; recorded graphs may use earlier ones
         self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}
         self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
         self._last: Buffer | None = Buffer.OUTPUT
@@ -107,25 +102,23 @@ class PeerMemory:
         return made[-1][:2]
 
     def begin(self, buffer: Buffer) -> None:
-        """Begin a use of ``buffer``. If the last use had this buffer, too, enqueue a barrier, so that no rank still
-        needs the old contents. Only callers that may use a buffer twice in a row need this method."""
+        """Enqueue a barrier if ``buffer`` was also used last, so that no rank still needs the old contents. Call this
+        method before a use that may repeat the last buffer."""
         self._note_recording()
         if self._last == buffer:
             self._made[buffer][-1][0].barrier(channel=0)
             self._last = None
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        """Enqueue the barrier of one use of ``buffer``. Only the device waits, not the host. again: True for an
-        additional barrier in one use."""
+        """Enqueue the barrier between writing and reading ``buffer``. Only the device waits, not the host. again: True
+        for another barrier in the same use."""
         self._barrier(buffer, again, channel=0)
 
     def ready_beside(self, buffer: Buffer, again: bool = False) -> torch.Event:
-        """Enqueue the barrier of one use of ``buffer`` on the copy stream. Return the event at its end. ``again``: see
-        :meth:`ready`.
+        """Like :meth:`ready`, but on the copy stream. Return the event at the barrier's end.
 
-        The barrier runs after all copies and kernels enqueued so far, and concurrently with later kernels of the
-        current stream. Call this method when the copies are nearly done, because a waiting barrier delays the caller's
-        kernels.
+        The barrier waits for all copies and kernels enqueued so far. Later kernels of the current stream can run
+        concurrently. Call this method when the copies are nearly done, because a waiting barrier delays other kernels.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -139,8 +132,8 @@ class PeerMemory:
         self._made[buffer][-1][0].barrier(channel=channel)
 
     def _note_recording(self) -> None:
-        """Forget the last used buffer when a CUDA graph's capture begins or ends. Captured kernels have not run, and a
-        failed capture may have stopped at any buffer."""
+        """Reset the last used buffer when a CUDA graph's capture begins or ends, because captured kernels have not
+        run."""
         if self._capturing != torch.cuda.is_current_stream_capturing():
             self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
 
@@ -154,11 +147,10 @@ class PeerMemory:
     def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:
         """Exchange heads with copy engines, one group after another.
 
-        The copies start after all kernels enqueued so far, and run concurrently with later kernels. Before using a
-        group, call :meth:`wait` with its event. Keep the group's heads in memory until then.
+        The copies wait for all kernels enqueued so far, and run concurrently with later kernels. Return an event for
+        each group. Before using a group, call :meth:`wait` with its event. Keep the group's heads in memory until then.
 
-        Kernels copy the heads that stay on this rank, before all other copies, because a copy within one card uses
-        multiprocessors in any case. A kernel that waits for a copy would delay the caller's kernels.
+        Kernels copy the heads that stay on this rank, before all other copies.
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -168,8 +160,8 @@ class PeerMemory:
         return self._copy([self._other_heads(heads, rows, first, push) for heads, first in groups])
 
     def copy_beside(self, groups: list[list[Pair]], own: Sequence[Pair] = ()) -> list[torch.cuda.Event]:
-        """Copy rows between the memories of ranks, as :meth:`exchange_beside` does with heads. own: pairs of target and
-        source on this card. They are copied before the first group."""
+        """Copy rows between ranks, as :meth:`exchange_beside` does with heads. own: pairs on this card, copied
+        first."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in own:
@@ -211,8 +203,7 @@ def sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy (rows, h, d) with a copy engine. Tensor.copy_ would use a kernel. The tensors must be contiguous within a
-    row."""
+    """Copy (rows, h, d) with a copy engine; Tensor.copy_ would use a kernel. Rows must be contiguous."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape

@@ -1,11 +1,9 @@
 """Matrix products of the qkv projection in sequence parallelism, and conversions between layouts of tokens and heads.
 
-The products are x W^T and its gradients, in the dtype of the activations or in float8 (kernels/fp8.py). This module
-determines what ranks send. A strategy determines when.
+The products are x W^T and its gradients, in the dtype of the activations or in float8 (kernels/fp8.py).
 
 The *packed* layout of q, k, v is (P, B, n, 3, h, d), for P ranks with n tokens each, and one rank's h = H / P heads.
-All-to-alls deliver this layout. FastSeq's projections write it. With one sample, q, k and v are views of the packed
-tensor.
+All-to-alls and FastSeq's projections return this layout. With one sample, q, k and v are views of the packed tensor.
 """
 
 from collections.abc import Sequence
@@ -26,26 +24,26 @@ Saved = tuple[Tensor, ...]  # a weight in the form for the backward pass
 
 
 class Products:
-    """Products in the dtype of the activations. Use a new object for each call of a layer. It stores no activations."""
+    """Products in the dtype of the activations. Use a new object for each call of a layer."""
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
-        """Return the weight in the form for all products, to be saved for the backward pass. group: select only the
+        """Prepare the weight for all products. The result can be saved for the backward pass. group: select only the
         rows of this rank's heads; None for all rows."""
         return (weight if group is None else own_rows(weight, group),)
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
-        """Write sent W^T + bias to ``out``. ``out`` is contiguous and has one feature for each row of the factor."""
+        """Write sent W^T + bias to the contiguous tensor ``out``."""
         linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Convert the product's gradient (..., out) to the form for the backward pass. The shape is unchanged."""
+        """Prepare the product's gradient (..., out) for the backward pass, without changing the shape."""
         return grad
 
     def columns(self, factor: Saved) -> Saved:
         return factor
 
     def input_gradient(self, grad: Tensor, columns: Saved) -> Tensor:
-        """Return grad W (rows, D), where grad has rows of the result of :meth:`gradient`."""
+        """Return grad W (rows, D). grad: some rows of the result of :meth:`gradient`."""
         return grad @ columns[0]
 
     def input_gradient_into(self, out: Tensor, grad: Tensor, columns: Saved, add: bool) -> None:
@@ -69,8 +67,8 @@ class Products:
 
 
 class Float8Products(Products):
-    """Products in float8. Ranks send inputs in float8, with half the bytes of bf16. Gradients of inputs are sent in the
-    dtype of the activations, because they are summed.
+    """Products in float8. Ranks send inputs in float8. They send input gradients in the dtype of the activations,
+    because these are summed.
 
     Args:
         dtypes: (dtype of the activations, dtype of the weight).
@@ -124,7 +122,7 @@ def _float8(sent: Tensor) -> Tensor:
 
 
 class Projected(NamedTuple):
-    """Operands of a projection of x (B, n, D) that a strategy computes."""
+    """Operands of a projection of x (B, n, D)."""
 
     x: Tensor  # the tensor in the autograd graph, without values in float8
     weight: Tensor  # (out, D)
@@ -137,8 +135,8 @@ def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, fl
     """Prepare the projection ``qkv`` of x (B, n, D). float8: True for products in float8; x must then be an output of
     LayerNorm + modulate.
 
-    In float8, one product reads the inputs of all ranks, so all ranks must use one scale. LayerNorm + modulate derives
-    the scale from the samples' modulation, and all ranks have this modulation.
+    In float8, one product reads the inputs of all ranks, so all ranks must use the same scale. LayerNorm + modulate
+    computes the scale from the samples' modulation, which is equal on all ranks.
     """
     if not float8:
         given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)
@@ -159,13 +157,13 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Return x.sum(0) of x (rows, columns), computed as a product with ones. torch's sum takes twice as long."""
+    """Return x.sum(0) for x (rows, columns), computed as a product with ones. torch's sum takes twice as long."""
     return torch.mv(x.t(), x.new_ones(len(x)))
 
 
 def own_rows(parameter: Tensor, group: Group) -> Tensor:
     """Select the rows (3 h d, ...) of this rank's heads from the rows (3 D, ...) of q, k and v."""
-    # torch.cat copies contiguous blocks, three times as fast as torch copies a view with gaps
+    # torch.cat of contiguous blocks is three times as fast as a copy of a strided view
     return torch.cat(parameter.unflatten(0, (3, group.size, -1))[:, group.rank].unbind())
 
 
@@ -182,7 +180,7 @@ def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tenso
     whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1], dtype=dtype)
     others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
     if others:
-        torch._foreach_zero_(others)  # zeroes all these contiguous slices with one kernel
+        torch._foreach_zero_(others)  # a single kernel
     return whole
 
 
@@ -239,7 +237,7 @@ class _SideBySide(torch.autograd.Function):
         joined = received[0].new_empty(samples, b, n, groups, P, h, d)
         ctx.shape, wide = joined.shape, d * joined.element_size() % 8 == 0
         for target, part in zip(_parts_of(joined), received, strict=True):
-            if wide:  # a GPU copies strided tensors in larger units at up to twice the speed
+            if wide:  # larger units make a GPU's strided copy up to twice as fast
                 target, part = target.view(torch.int64), part.view(torch.int64)
             target.copy_(part)
         return joined.view(samples * b, n, -1)
@@ -255,9 +253,6 @@ def _parts_of(joined: Tensor) -> list[Tensor]:
 
 
 def side_by_side(received: Sequence[Tensor], samples: int = 1) -> Tensor:
-    """Join the heads of all ranks: return (B, n, D). The batch has ``samples`` groups of samples.
-
-    received: for every group of samples, one tensor (P, b, n, h, d) for each group of heads. A group has neighbouring
-    heads, in the order of the ranks.
-    """
+    """Join the heads of all ranks: return (B, n, D). samples: number of sample groups. received: tensors (P, b, n, h,
+    d), one for each head group of the first sample group, then of the next sample group, and so on."""
     return _SideBySide.apply(samples, *received)

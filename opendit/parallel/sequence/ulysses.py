@@ -1,16 +1,16 @@
 """Ulysses sequence parallelism (Jacobs et al., "DeepSpeed Ulysses", 2023), alone or combined with ring attention.
 
 An all-to-all sends heads, so that a rank has some heads for all tokens. Attention is then local. A second all-to-all
-returns the result. :class:`UlyssesRing` sends q, k and v in one packed exchange. If every sample is exchanged by
-itself, attention reads q, k and v from the received tensor, and its output is sent, without a copy:
+returns the result. :class:`UlyssesRing` sends q, k and v in one packed exchange. If an exchange has one sample,
+attention reads q, k and v from the received tensor, and its output is sent without a copy:
 
     x ─▶ q k v of own tokens ─one kernel─▶ (P, n, 3, h, d) ─all-to-all─▶ (N, 3, h, d) ─▶ attention
       ─▶ (N, h, d) ─all-to-all─▶ (P, n, h, d) ─copy─▶ all heads of own tokens
 
-With a ring, a sequence's ranks form a grid: neighbouring ranks (``heads.size``) exchange heads, and ring attention
-connects ranks along the second dimension.
+With a ring, a sequence's ranks form a grid. The ranks of a row exchange heads. The ranks of a column use ring
+attention.
 
-:class:`DirectUlysses` needs no collectives: ranks access each other's memory (peer_memory.py).
+:class:`DirectUlysses` needs no collectives, because ranks access each other's memory (peer_memory.py):
 
     x ─▶ q k v of own tokens in the input buffer ─barrier─▶ own heads read ─▶ attention
       ─▶ the attention output written to the others' output buffers ─barrier─▶ all heads, own tokens
@@ -56,8 +56,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[in
 
 
 def _pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """Pack k, v (B, H, n, d) as (2, B, rows, H, d), with equal shapes on all ranks. Rows after the n-th are
-    uninitialised and never read."""
+    """Pack k, v (B, H, n, d) as (2, B, rows, H, d), with equal shapes on all ranks. Rows past n are uninitialised."""
     B, H, n, d = k.shape
     packed = k.new_empty(2, B, rows, H, d)
     packed[0, :, :n].copy_(k.transpose(1, 2))
@@ -98,8 +97,7 @@ class _RingAttention(torch.autograd.Function):
         arriving = ring.arriving(kv)
 
         def next_part() -> tuple[int, Tensor]:
-            """Wait for the next keys. Return (rank, gradients of the rank's keys and values from this rank's
-            queries)."""
+            """Wait for the next rank's keys. Return (rank, gradients of its keys and values)."""
             source, block = next(arriving)
             if not lengths[source] or not q.shape[2]:
                 return source, torch.zeros_like(block)
@@ -114,7 +112,7 @@ class _RingAttention(torch.autograd.Function):
             if rank == ring.group.rank:
                 return own
             source, part = next_part()
-            assert source == rank  # keys arrive in the order in which the ring requests their gradients
+            assert source == rank  # keys arrive in the order in which gradients are requested
             return part
 
         dk, dv = _unpack(ring.reduce_scatter(piece), lengths[ring.group.rank])
@@ -158,7 +156,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_part_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of attention to these keys; dq has only these keys' term. ``out`` (B, H, N, d) and ``lse``
+    """Return (dq, dk, dv) of attention to these keys. ``dq`` is only these keys' term. ``out`` (B, H, N, d) and ``lse``
     (B, H, N) must be the results over all keys."""
     if _flash(q):
         # seed and offset of dropout; not read without dropout
@@ -186,8 +184,8 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 
 @dataclass(frozen=True)
 class UlyssesRing:
-    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A method is off if its
-    group has one rank. One group of samples and heads is exchanged while attention runs for another."""
+    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A group of one rank
+    disables its method. Samples and heads are exchanged in groups, while attention runs for other groups."""
 
     heads: Group
     ring: Group
@@ -212,7 +210,7 @@ class UlyssesRing:
 
         Args:
             own: normalises and rotates this rank's q and k.
-            attend_of: function from a part of the batch to the attention between all tokens of this part.
+            attend_of: function that returns the attention for a slice of the batch, with all tokens.
         """
         (B, H, rows, _), ranks = q.shape, self.heads.size
         first, block = (self.ring.rank * ranks + self.heads.rank) * rows, ranks * rows
@@ -252,11 +250,11 @@ class UlyssesRing:
 class PeerExchange:
     """An all-to-all of tensors (P, ...) without gradients: copy engines write row p to rank p's memory.
 
-    It has the methods of :class:`Exchange`. Several exchanges can use different slots of a buffer. The received tensor
-    is a view of the buffer and must be read before the buffer's next use.
+    Used like :class:`Exchange`. The received tensor is a view of the buffer, and must be read before the buffer's next
+    use.
 
     Args:
-        slot: index of this exchange among the ``number`` exchanges of one use of the buffer. Start them in this order.
+        slot: index of this exchange among the ``number`` exchanges in one use of the buffer. Start them in this order.
     """
 
     def __init__(self, memory: PeerMemory, buffer: Buffer, slot: int, number: int):
@@ -279,7 +277,7 @@ class PeerExchange:
 
 
 def _cut(x: Tensor, number: int) -> Sequence[Tensor]:
-    """Cut x into ``number`` tensors along dimension 0. The backward pass of a single tensor copies nothing."""
+    """Like ``x.chunk(number)``, but avoid the copy in the backward pass of a single chunk."""
     return x.chunk(number) if number > 1 else [x]
 
 
@@ -331,8 +329,7 @@ class Layer:
 
     def pull(self, parts: int, like: Tensor, first_to_arrive: int) -> list[tuple[Tensor, ...]]:
         """Read this rank's heads from all ranks' input buffers, and return every group's tensors. A kernel reads the
-        group ``first_to_arrive`` at once. Copy engines read the remaining groups during attention, the nearest numbers
-        first."""
+        group ``first_to_arrive``. Copy engines read all other groups during attention."""
         rows, (B, _, D) = self.rows(Buffer.INPUT, parts, like.dtype), self.shape
         self.memory.ready(Buffer.INPUT)
         firsts, number = zip(*map(self.heads_of, range(self.groups)), strict=True)
@@ -368,8 +365,8 @@ class Layer:
             self.memory.wait(self.arriving.pop(group))
 
     def push(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, beside: bool) -> None:
-        """Write a group's heads to all ranks' output buffers. ``beside``: with copy engines, concurrently with later
-        kernels; otherwise at once with a kernel."""
+        """Write a group's heads to all ranks' output buffers. beside: True to use copy engines, concurrently with later
+        kernels; False to use a kernel."""
         heads = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in heads)
         if beside:
             self.memory.exchange_beside([(heads, first)], rows, push=True)
@@ -391,8 +388,8 @@ class Layer:
         return own
 
     def push_output(self, output: Tensor, group: int) -> None:
-        """Write a group's attention output to the tokens' owners, into the slot for this rank and group. :meth:`output`
-        joins the slots. Contiguous slots are sent faster than rows with gaps: 29 us instead of 41 us on 4 H200s."""
+        """Write a group's attention output to the tokens' owners, into the slot for this rank and group. Contiguous
+        slots are sent faster than rows with gaps: 29 us instead of 41 us on 4 H200s."""
         slot = self._slots(output.dtype)[self.memory.group.rank * self.groups + group]
         self.push((output,), slot, 0, beside=group < self.groups - 1)
 
@@ -423,7 +420,7 @@ def unread(like: Tensor) -> Tensor:
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: Layer
 ) -> tuple[Tensor, ...]:
-    """Return q, k, v (B, h, N, d) of this rank's heads, group after group. They may still be arriving. x (B, n, D),
+    """Return q, k, v (B, h, N, d) of this rank's heads, group after group. The data may still be arriving. x (B, n, D),
     weight, bias, sent and products are the fields of :class:`Projected`."""
     parameters = (weight, bias)
     if has_torch_function(parameters):
@@ -468,8 +465,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class Depart(torch.autograd.Function):
-    """Sends a group's attention output to the owners of the tokens. The backward pass returns the gradient fetched by
-    :class:`Collect`."""
+    """Sends a group's attention output to the tokens' owners. The backward pass returns the gradient that
+    :class:`Collect` has fetched."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layer: Layer, group: int) -> Tensor:
@@ -484,8 +481,8 @@ class Depart(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Collects the attention output of all heads. shard: tensor to gather again in the backward pass, after the
-    gradient has been sent (fastseq.py); None to gather nothing."""
+    """Collects the attention output of all heads. shard: input to gather again in the backward pass (fastseq.py), or
+    None."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, shard: Tensor | None, *sent: Tensor) -> Tensor:
