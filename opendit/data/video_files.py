@@ -1,8 +1,8 @@
 """Decode clips with torchcodec or PyAV to equal pixels, and write MP4 files.
 
-A file's frames are the frames that FFmpeg decodes from the start. For some files, for example with hidden frames, a
-reader that seeks returns other frames. So a file's packets are examined first. If seeking is not known to be safe, PyAV
-decodes from the start (``opendit.data.clips``)."""
+A file's frames are the frames that FFmpeg decodes from the start. A reader that seeks may return other frames, for
+example if the file has hidden frames. So a file's packets are examined first. If seeking may be unsafe, PyAV decodes
+from the start (``opendit.data.clips``)."""
 
 import os
 import struct
@@ -55,8 +55,8 @@ class Timeline(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Frames per second; 0 for a single frame. If the frames are equally spaced up to rounding, this is the mean
-        rate, else the rate of the median distance."""
+        """Frames per second; 0 for a single frame. Equally spaced frames have the mean rate. Otherwise, the median
+        distance between frames gives the rate."""
         if len(self.seconds) < 2:
             return 0.0
         gaps = np.diff(self.seconds)
@@ -95,7 +95,7 @@ class Geometry:
         return (width, height) if _swaps(a, b, c, d) else (height, width)
 
     def declared(self, height: int, width: int) -> int:
-        """Return how many pixels players show for a frame of this coded size."""
+        """Return the number of shown pixels for a frame of this coded size."""
         height, width = self._stretched(*self._cut(height, width))
         return height * width
 
@@ -151,14 +151,14 @@ def _stretch(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 READERS = ("torchcodec", "pyav")  # order of ``auto``, fastest first
 CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord, from an earlier version, now selects PyAV
-# Containers that hold a clip themselves. Playlists, descriptions and devices name other files.
+# Containers that hold a clip themselves, unlike playlists and devices.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
 _BT709, _FULL_RANGE = 1, 2  # H.273's number of a matrix; FFmpeg's number of a colour range
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
 # Codecs in which every packet may be a key frame.
 _KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
-_SMALLEST = 16  # minimum bytes of a shown MPEG-4 frame; shorter packets repeat the previous frame
+_SMALLEST = 16  # minimum bytes of a new frame in MPEG-4; shorter packets repeat the previous frame
 
 
 @dataclass(frozen=True)
@@ -168,15 +168,15 @@ class Contents:
     container: str
     codec: str
     time_base: Fraction
-    length: int  # number of packets with shown frames
-    # True if FFmpeg decodes exactly ``length`` frames. If False, their number is known only after decoding all.
+    length: int  # number of packets with visible frames
+    # True if FFmpeg decodes exactly ``length`` frames; False if the number is unknown before decoding.
     counted: bool
-    # Display times of the frames, ascending, in units of time_base; None if a frame has no time or two times are equal.
+    # Display times of the frames, ascending, in units of time_base; None if a frame lacks a time or two are equal.
     times: np.ndarray | None
     keys: list[tuple[int, int]]  # (display time, decoding time) of frames where decoding can begin
     rate: float  # the container's frames per second; 0 if unknown
     crop: Crop  # borders to hide
-    # True if only :class:`ToRgb` shows the frames as players do: HDR, wide gamut, transparency, or high definition
+    # True if only :class:`ToRgb` gives the colours of players: for HDR, a wide gamut, transparency, or high definition
     # without a named matrix.
     converted: bool = False
 
@@ -221,7 +221,7 @@ def open_container(name: str) -> Any:
 
 
 def video_stream(file: Any) -> Any:
-    """Return the stream that players show: FFmpeg's best stream, except cover pictures. Raises NoVideo."""
+    """Return the stream that players show: FFmpeg's best stream that is no cover picture. Raises NoVideo."""
     from av.stream import Disposition
 
     streams = file.streams.video
@@ -240,7 +240,7 @@ class Packet(NamedTuple):
     decoded: int | None  # decoding time
     key: bool
     hidden: bool  # True if an edit list hides the frame
-    holds: bool  # True if complete and shown; a key frame must also permit decoding from there
+    holds: bool  # True if complete and shown; in a key frame, decoding must also be able to begin
 
 
 def look_up(name: str, *, whole: bool = True) -> Contents:
@@ -255,7 +255,7 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
         packets = _packets(file, stream, whole)
         shown = [packet.shown for packet in packets if not packet.hidden]
         times = rising_times(shown)
-        # AVI stores no times. FFmpeg's guesses are wrong if the storage order differs from the display order.
+        # AVI stores no times. FFmpeg's guesses are wrong if frames are not stored in display order.
         guessed = container == "avi" and (context.has_b_frames or codec not in ("mpeg4", "mjpeg"))
         halves = context.field_order > 1 and container.split(",")[0] not in _SEEKABLE  # a packet may be half a frame
         counted = not guessed and not halves and times is not None and _can_be_counted(packets, times, codec)
@@ -282,7 +282,7 @@ def colours_of(stream: Any) -> str:
 
 
 def _needs_matrix(pictures: Any) -> bool:
-    """Return True if a codec context or frame is in high definition and YUV but names no matrix."""
+    """Return True for YUV in high definition without a named matrix. pictures: codec context or frame."""
     if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
         return False
     return pictures.format is not None and not pictures.format.is_rgb
@@ -294,7 +294,7 @@ def _shows_alpha(stream: Any) -> bool:
 
 
 def _alpha_aside(stream: Any) -> bool:
-    """Return True if a VP8 or VP9 stream has alpha in side data. FFmpeg's native decoders ignore such alpha."""
+    """Return True if a VP8 or VP9 stream has alpha in side data, which FFmpeg's native decoders ignore."""
     told = {name.lower(): value for name, value in stream.metadata.items()}
     return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 
@@ -327,7 +327,7 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
         if codec == "h264" and only_keys:
             holds &= (whole or not found) and begins_anew(bytes(packet), length)
         elif codec in ("vp8", "vp9"):
-            # Without the packet's contents, only an MP4's packet is known to be shown, as MP4 requires.
+            # Without contents, only MP4's packets are known to be shown, because MP4 requires this.
             holds &= not _is_unseen(codec, packet) if whole else file.format.name.startswith("mov")
         elif codec == "mpeg4":
             holds &= packet.size >= _SMALLEST
@@ -342,10 +342,10 @@ def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> boo
         return False
     if len(packets) > 1 and all(packet.key for packet in packets) and codec not in _KEYS_ONLY:
         return False  # the file does not list its key frames
-    # A frame that is shown before the first key frame refers to missing frames.
+    # Frames that are shown before the first key frame refer to missing frames.
     if first.shown != times[0] and not first.hidden:
         return False
-    # With several edits, a decoder restarts inside the file, and loses frames that refer to hidden frames.
+    # With several edits, a decoder restarts inside the file and loses frames that refer to hidden frames.
     hidden = [packet.shown for packet in packets if packet.hidden]
     stored = [packet.decoded for packet in packets if packet.decoded is not None]
     return all(time is not None and not times[0] <= time <= times[-1] for time in hidden) and stored == sorted(stored)
@@ -364,7 +364,7 @@ def rising_times(times: list[int | None]) -> np.ndarray | None:
 
 
 def _is_unseen(codec: str, packet: Any) -> bool:
-    """Return True if a VP8 or VP9 packet holds only a reference frame and shows nothing."""
+    """Return True if a VP8 or VP9 packet has only a reference frame that is never shown."""
     data = memoryview(packet)
     if codec == "vp8":
         return not data[0] >> 4 & 1
@@ -384,7 +384,7 @@ class ToRgb:
 
         self._of: tuple[Any, ...] | None = None
         self._graph: Any = None
-        self._reformatter = VideoReformatter()  # reused, because computing its tables takes 0.2 ms
+        self._reformatter = VideoReformatter()  # reused, because making its tables takes 0.2 ms
 
     def __call__(self, frame: Any) -> np.ndarray:
         """Return (H, W, 3) uint8 pixels, not yet cropped, stretched or rotated."""
@@ -414,7 +414,7 @@ class ToRgb:
         if frame.format.is_rgb or matrix not in MATRICES or len({part.plane for part in parts}) < len(parts):
             pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
             return conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
-        # Convert the planes here, because FFmpeg's scaler changes the luma of 4:2:0 by up to 1 %.
+        # FFmpeg's scaler would change the luma of 4:2:0 by up to 1 %, so convert the planes here.
         bits = parts[0].bits
         kind = np.dtype(np.uint8 if bits == 8 else ">u2" if name.endswith("be") else "<u2")
         planes = [_numbers(plane, kind, frame.height, frame.width) for plane in frame.planes]
@@ -443,7 +443,7 @@ class ToRgb:
 
 
 def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
-    """Return a plane of a PyAV frame as (height, width). A subsampled plane's values are repeated."""
+    """Return a PyAV frame's plane as (height, width). Values of a subsampled plane are repeated."""
     numbers = np.frombuffer(plane, kind).reshape(plane.height, -1)[:, : plane.width]
     down, across = -(-height // plane.height), -(-width // plane.width)
     return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
@@ -488,7 +488,7 @@ class TorchCodecReader:
 
 
 class PyAVReader:
-    """Reader that uses PyAV. Decoding begins at the last key frame before the first requested frame."""
+    """Reader that uses PyAV. It decodes from the last key frame before the first requested frame."""
 
     def __init__(self, name: str, contents: Contents):
         self._file, self._contents = open_container(name), contents
@@ -536,13 +536,13 @@ OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "pyav": PyAVReader}
 
 @cache
 def problem_of(reader: str) -> str:
-    """Return why a reader can't be used here; "" if it reads a small test clip like PyAV."""
+    """Return why a reader can't be used here; "" if the reader decodes a small test clip like PyAV."""
     frames = np.random.default_rng(0).integers(0, 256, (4, 72, 40, 3), dtype=np.uint8)
     try:
         {"torchcodec": import_torchcodec, "pyav": lambda: None}[reader]()
     except ImportError:
         return "not installed"
-    except Exception:  # without FFmpeg's libraries, torchcodec raises a RuntimeError with a very long text
+    except Exception:  # without FFmpeg's libraries, torchcodec raises a RuntimeError
         return "its libraries can't be loaded (torchcodec needs FFmpeg's: apt-get install ffmpeg)"
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -621,8 +621,7 @@ class AnimationReader:
             conversion = conversion_of(image)
             for number, frame in enumerate(self._frames(file, image, max(wanted) + 1)):
                 if number in wanted:
-                    # If a GIF's frame is larger than the canvas, Pillow enlarges the canvas, but players crop the
-                    # frame.
+                    # Pillow enlarges the canvas for a larger GIF frame, but players crop the frame.
                     shown = upright(frame.convert("RGBA").crop((0, 0, *self._canvas)))
                     colours = shown.convert("RGB")
                     if conversion is not None:
@@ -658,9 +657,9 @@ def write_mp4(
 ) -> None:
     """Encode RGB ``frames``, (T, H, W, 3) uint8, as H.264, and replace ``path`` when the file is complete.
 
-    If a side is odd, the last row or column is repeated, because H.264's 4:2:0 colours need even sides. Equal frames
-    give equal bytes in any process. comment: the file's ``comment`` tag. root: follow no link below this folder. Raises
-    OSError, naming ``path``, and ValueError if ``frames`` or ``fps`` can't be a clip."""
+    If a side is odd, the last row or column is repeated, because 4:2:0 colours need even sides. Equal frames give equal
+    bytes. comment: the file's ``comment`` tag. root: follow no link below this folder. Raises OSError, naming ``path``,
+    and ValueError if ``frames`` or ``fps`` can't be a clip."""
     import av  # here, because importing av is slow
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:
@@ -680,11 +679,11 @@ def write_mp4(
         with av.open(path_of(new), "w", format="mp4", options={"movflags": "+faststart"}) as file:
             if comment is not None:
                 file.metadata["comment"] = comment
-            # cpu-independent=1, because x264's fastest routines may encode equal frames differently.
+            # x264's fastest routines may encode equal frames differently, so cpu-independent=1.
             options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
             stream = file.add_stream("libx264", rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
-            # Without these fields, players assume BT.709 for clips larger than a DVD, and show wrong colours.
+            # Without these fields, players would assume BT.709 for large clips and show wrong colours.
             stream.codec_context.colorspace, stream.codec_context.color_range = _BT601, _LIMITED_RANGE
             for picture in frames:
                 frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")

@@ -22,10 +22,9 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
     """Convert a guidance scale of diffusers' pipeline (None: the family's default) to the scale of :func:`cfg_model`,
     where 1.0 means no guidance.
 
-    With ``guidance.formula`` "uncond", the scale does not change, but is at least 1. With "cond", 1 is added, because
-    cond + g (cond - uncond) equals uncond + (1 + g) (cond - uncond). With "embedded", the result is 1.0, because the
-    network gets the scale as an input. Raises ValueError for a scale that is negative or not finite.
-    """
+    With ``guidance.formula`` "uncond", the scale stays, but is at least 1. With "cond", 1 is added, because cond + g
+    (cond - uncond) equals uncond + (1 + g) (cond - uncond). With "embedded", the result is 1.0, because the network
+    gets the scale as an input. Raises ValueError for a scale that is negative or not finite."""
     value = guidance.scale if scale is None else scale
     if not 0 <= value < math.inf:
         raise ValueError(f"--cfg_scale {value:g}: out of range; give a number from 0")
@@ -45,7 +44,7 @@ def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
 
 
 def _patch_norms(x: Tensor) -> Tensor:
-    """Return the norm of each 2 x 2 patch of x (B, C, H, W), repeated at its four positions: (B, 1, H, W)."""
+    """Return each 2 x 2 patch's norm, repeated at its four positions, (B, 1, H, W). x: (B, C, H, W)."""
     squares = x.square().sum(1, keepdim=True).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
     return squares.sum((3, 5), keepdim=True).sqrt().expand_as(squares).flatten(4).flatten(2, 3)
 
@@ -61,18 +60,16 @@ def cfg_model(
     """Return a model of (x, t) with guidance: uncond + scale * (cond - uncond), [G] eq. 6, float32 at least.
 
     Args:
-        model: ``model(x, t, y)``, called once per step with the conditional and the unconditional batch concatenated
-            (2B). Without guidance (``scale`` 1.0), it gets the conditional batch (B) only.
+        model: ``model(x, t, y)``, called once per step. It gets the concatenated conditional and unconditional batch
+            (2B), or with ``scale`` 1.0 the conditional batch (B) only.
         y: (B, ...) the condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
         null_y: the null condition, with y's shape or a shape that expands to y's.
-        scale: a float, or a tensor (B, 1, ..., 1) with a scale for each sample. With a tensor, both halves are always
-            evaluated.
+        scale: a float, or a tensor (B, 1, ..., 1) with a scale for each sample.
         guided_channels: number of leading channels that are guided; None for x's channels. Meta's DiT guides 3 of 4.
             Other channels, and a learned variance, come from the conditional prediction.
         rescaled: see :func:`rescale_to`.
 
-    Raises ValueError if null_y doesn't expand to y. The returned model raises ValueError if shapes don't fit.
-    """
+    Raises ValueError if null_y doesn't expand to y. The returned model raises ValueError if shapes don't fit."""
     if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
@@ -96,8 +93,8 @@ def cfg_model(
     return guided
 
 
-# Levels that differ by a smaller fraction count as equal, because users round them, such as 157.4 (DDPM's noisiest
-# timestep) to 157. Neighbours among 1,000 timesteps differ by at least 0.5 %.
+# Levels that differ by a smaller fraction count as equal, because users round them. Neighbours among 1,000 timesteps
+# differ by at least 0.5 %.
 SAME_LEVEL = 0.003
 
 
@@ -111,12 +108,11 @@ class GuidedWithin:
     """A model of (x, t) that calls ``guided`` at noise levels low <= sigma <= high, and ``conditional`` elsewhere
     ([I]).
 
-    Levels within 0.3 % of a bound count as equal to it. Unlike in [I], the interval includes low, so that low = 0
-    includes the trajectory's end. Raises ValueError unless 0 <= low < high.
+    Levels within 0.3 % of a bound count as equal to it. Unlike in [I], the interval includes low, so low = 0 includes
+    the trajectory's end. Raises ValueError unless 0 <= low < high.
 
-    Samplers choose the model once per step, by the noise level at the step's start, as [I]'s code does. In a direct
-    call, ``noise_level`` maps the network's time (B,) to sigma (B,), and all samples must have one noise level.
-    """
+    Samplers choose the model once per step, by the noise level at the step's start. In a direct call, ``noise_level``
+    maps the network's time (B,) to sigma (B,), and all samples must have one noise level."""
 
     interval: tuple[float, float]
     noise_level: Callable[[Tensor], Tensor]

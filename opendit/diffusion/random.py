@@ -4,8 +4,7 @@ A sample's random numbers are a pure function of ``(seed, step, index in the glo
 share a sample agree without communication, and a run resumes exactly on any number of GPUs.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), in torch's
-int64 arithmetic or as one kernel. CPU and GPU give equal bits.
-"""
+int64 arithmetic or as one kernel. CPU and GPU give equal bits."""
 
 import math
 from collections.abc import Callable
@@ -93,8 +92,8 @@ def integers(seed: int, step: int, index: Tensor, stream: Stream, high: int) -> 
 
 
 def normal(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
-    """Return standard normal numbers, float32, shape (B, *shape), by the Box-Muller transform in float64. The
-    transform's last bits differ between processors; rounding to float32 removes the difference."""
+    """Return standard normal numbers, float32, shape (B, *shape). The Box-Muller transform in float64 differs between
+    processors in its last bits; rounding to float32 removes the difference."""
     count = math.prod(shape)
     u = uniform(seed, step, index, stream, (count + count % 2,))
     radius, angle = torch.sqrt(-2.0 * torch.log(u[:, 0::2])), 2.0 * math.pi * u[:, 1::2]
@@ -120,8 +119,8 @@ WITHOUT = 0.1
 def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
     """Map ``u`` (B,), uniform in (0, 1), to each clip's number of conditioning frames, (B,) int64.
 
-    "random": each number from 0 to frames - 1 is equally likely. "first" and "prefix:K": 1 or K, at most frames - 1,
-    but 0 with probability ``WITHOUT``."""
+    In mode "random", each number from 0 to frames - 1 is equally likely. Modes "first" and "prefix:K" give 1 or K, at
+    most frames - 1; with probability ``WITHOUT``, they give 0."""
     count = parse_given(mode)
     if count is None:
         return (u * frames).long().clamp(max=frames - 1)
@@ -129,8 +128,8 @@ def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
 
 
 def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Return a training step's mask and conditioning frames for clean latents (B, C, T, H, W); None if ``mode`` is
-    None. The result is concatenated along the channels: (B, 1 + C, T, H, W)."""
+    """Return a training step's mask and conditioning frames for clean latents (B, C, T, H, W), concatenated along the
+    channels to (B, 1 + C, T, H, W). Return None if ``mode`` is None."""
     if mode is None:
         return None
     return give(
@@ -141,7 +140,7 @@ def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step:
 def draw_route(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return :func:`draw_kept_tokens` (None from step ``route.until`` on) and :func:`draw_dropped`."""
+    """Return (:func:`draw_kept_tokens`, :func:`draw_dropped`). From step ``route.until`` on, the first is None."""
     sparse = route is not None and (route.until is None or step < route.until)
     kept = draw_kept_tokens(route if sparse else None, tokens, seed, step, index)
     return kept, draw_dropped(route, 0.0 if route is None else route.drop, seed, step, index)
@@ -151,7 +150,7 @@ def draw_kept_tokens(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> Tensor | None:
     """Draw each sample's tokens for the route's blocks: indices (B, route.kept(tokens)) int64, ascending. All subsets
-    of this size are equally likely. Return None if the blocks process all tokens."""
+    are equally likely. Return None if the blocks process all tokens."""
     if route is None or tokens is None or route.share == 0:
         return None
     u = uniform(seed, step, index, Stream.ROUTE, (tokens,))
@@ -160,8 +159,8 @@ def draw_kept_tokens(
 
 
 def draw_dropped(route: TokenRoute | None, share: float, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Draw (B,) bool, True with probability ``share``: mask tokens replace the sample's tokens after a fused route.
-    Return None without a fused route."""
+    """Draw (B,) bool, True with probability ``share``. For a True sample, mask tokens replace the tokens after a fused
+    route. Return None without a fused route."""
     if route is None or not route.fused:
         return None
     return uniform(seed, step, index, Stream.ROUTE_DROP) < share

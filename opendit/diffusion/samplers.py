@@ -28,7 +28,7 @@ Model = Callable[[Tensor, Tensor], Tensor]
 
 
 class LinearForm(NamedTuple):
-    """The weights of a sum: ``x`` for the state x, and ``output`` for the model's output."""
+    """A weighted sum: ``x`` is the weight of the state x, ``output`` the weight of the model's output."""
 
     x: float
     output: float
@@ -55,11 +55,11 @@ class Trajectory(ABC):
 
     @abstractmethod
     def points(self, x: Tensor) -> Tensor:
-        """Return a tensor (steps or steps + 1, B): row k is the argument ``point`` at point k. It has timestep indices,
-        noise levels or network times, depending on the class."""
+        """Return a tensor (steps or steps + 1, B). Row k is the argument ``point`` of other methods at point k:
+        timestep indices, noise levels or network times, depending on the class."""
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype. ``point``: (B,), from
+        """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype. ``point``: (B,), a row of
         :meth:`points`. Raises ValueError if the model's output doesn't fit x."""
         raise NotImplementedError
 
@@ -75,16 +75,16 @@ class Trajectory(ABC):
         return 1.0
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of ``denoise`` at point k; None if it is no weighted sum."""
+        """Return ``denoise`` at point k as a weighted sum; None if this is impossible."""
         return None
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of ``slope`` at point k; None if it is no weighted sum."""
+        """Return ``slope`` at point k as a weighted sum; None if this is impossible."""
         return None
 
 
 def for_each_sample(values: Sequence[float], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Repeat each value for every sample of x (B, ...). Return (len(values), B) on x's device, with contiguous rows."""
+    """Repeat each value for every sample of x (B, ...), to (len(values), B) on x's device, with contiguous rows."""
     return torch.tensor(values, dtype=torch.float64).to(x.device, dtype)[:, None].repeat(1, len(x))
 
 
@@ -99,8 +99,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Split a model's output for ``x`` (B, C, ...) into the prediction, in x's shape, and the variance output v or
-    None. Raises ValueError for an output of another shape."""
+    """Split a model's output for ``x`` (B, C, ...) into (prediction in x's shape, variance output v or None). Raises
+    ValueError for an output of another shape."""
     channels = x.shape[1]
     if output.shape == x.shape:
         return output, None
@@ -134,8 +134,7 @@ class StepWeights(NamedTuple):
 
     inputs: for each evaluation, the weights of the state and of earlier outputs. after: for each field of the next
     state, all weights. noise: False if the step adds no noise. variance: (p, q) for a model with variance output v; the
-    noise's weight in x is exp(p + q v).
-    """
+    noise's weight in x is exp(p + q v)."""
 
     inputs: tuple[tuple[float, ...], ...]
     after: tuple[tuple[float, ...], ...]
@@ -151,16 +150,15 @@ class Sampler(ABC):
             state = sampler.step(state, i)
         samples = state.x
 
-    ``step`` calls ``advance(model, state, inputs)``. With a guidance interval, the model differs between steps
-    (``model_at``). ``inputs`` are noise and rows of precomputed tables. ``advance`` never reads a tensor on the host,
-    so a CUDA graph can record it. One graph serves all steps with one model, if the inputs set to None are equal. The
+    ``step`` calls ``advance(model, state, inputs)``. ``inputs`` are noise and rows of precomputed tables. With a
+    guidance interval, steps may have different models (``model_at``). ``advance`` never reads a tensor on the host, so
+    a CUDA graph can record it. One graph serves all steps with the same model and the same inputs set to None. The
     caller must disable gradients.
 
-    ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
-    """
+    ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``."""
 
     even_in_noise: ClassVar[bool] = False  # True for points evenly spaced in log(sigma / alpha)
-    # the trajectory's method that the sampler calls: slope, denoise, or a method of only some classes
+    # the trajectory's method that the sampler calls, such as slope or denoise
     needs: ClassVar[str]
     trajectory: Any
 
@@ -195,7 +193,7 @@ class Sampler(ABC):
     @abstractmethod
     def inputs(self, i: int) -> NamedTuple:
         """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for inputs that the step lacks.
-        For samples at different steps, ``advance`` also accepts (B, 1, ..., 1) instead of 0-dim tensors."""
+        If samples are at different steps, ``advance`` also accepts (B, 1, ..., 1) instead of 0-dim tensors."""
 
     @abstractmethod
     def advance(self, model: Model, state: Any, inputs: Any) -> NamedTuple:
@@ -222,7 +220,7 @@ class EulerInputs(NamedTuple):
 
 
 class SlopeSampler(Sampler):
-    """Base class of samplers for dx/dtime = slope(x, time). A step moves x along a slope that subclasses choose."""
+    """Base class of samplers for dx/dtime = slope(x, time). Subclasses choose the slope along which a step moves x."""
 
     needs = "slope"
 
@@ -259,10 +257,10 @@ class EulerSampler(SlopeSampler):
 
 
 class HeunSampler(SlopeSampler):
-    """Heun's method, [K] Algorithm 1: move x along the mean of two slopes, at the step's start and at Euler's end.
+    """Heun's method, [K] Algorithm 1: move x along the mean of the slopes at the step's start and at Euler's end point.
 
-    It is deterministic and of second order, with two evaluations per step. If the step's end has no slope (EDM's sigma
-    = 0), the step is Euler's."""
+    It is deterministic and of second order, with two evaluations per step. If the end point has no slope (EDM's sigma =
+    0), the step is Euler's."""
 
     def inputs(self, i: int) -> EulerInputs:
         end = self.points[i + 1] if self.trajectory.has_slope(i + 1) else None
@@ -323,7 +321,7 @@ class DDIMSampler(Sampler):
         for ac, after in zip(kept[:-1], kept[1:], strict=True):
             sigma = eta * math.sqrt((1 - after) / (1 - ac) * (1 - ac / after))
             self._keep.append(math.sqrt(after))
-            # Near alphas_cumprod = 0, rounding could make the radicand negative.
+            # rounding could make this negative near alphas_cumprod = 0
             self._renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
             self._sigmas.append(sigma)
         self._tables = [self.table(values) for values in (self._keep, self._renoise, self._sigmas)]
@@ -353,8 +351,8 @@ class DDPMInputs(NamedTuple):
 
 
 class DDPMSampler(Sampler):
-    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean as in eq. 7. It needs ``noise_fn``.
-    The variance is the model's learned variance ([N] eq. 15), or else the posterior's beta-tilde."""
+    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean from eq. 7. It needs ``noise_fn``.
+    The variance is learned ([N] eq. 15), or else the posterior's beta-tilde."""
 
     needs = "predict"
 
@@ -383,7 +381,7 @@ class DDPMSampler(Sampler):
         if t == 0:
             return StepWeights(((1.0,),), (mean,))
         low, high = float(schedule.posterior_log_variance[t]), float(schedule.betas[t].log())
-        # The noise's weight is exp(log variance / 2), so p and q are half the coefficients in the log variance.
+        # The noise's weight is exp(log variance / 2), so p and q are half the log variance's coefficients.
         variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None
         return StepWeights(((1.0,),), ((*mean, math.exp(low / 2)),), True, variance)
 
@@ -405,16 +403,15 @@ class DPMSolverInputs(NamedTuple):
     alpha: Tensor | None  # (); None if alpha is 1 at all points
     keep: Tensor  # (): weight of x
     move: Tensor  # (): weight of the extrapolated x_0
-    # (): weight of the change in the predicted x_0 since the previous step
+    # (): weight of the predicted x_0's change since the previous step
     extrapolate: Tensor
 
 
 class DPMSolver2M(Sampler):
     """DPM-Solver++(2M), [D] Algorithm 2: deterministic, of second order, with one evaluation per step.
 
-    The state is x / alpha = x_0 + level * noise, with level = sigma / alpha. So the paper's e^-h is the ratio of a
-    step's last level to its first. With few steps, the schedule must be evenly spaced in log(sigma / alpha).
-    """
+    The state is x / alpha = x_0 + level * noise, with level = sigma / alpha. So the paper's e^-h is level_k+1 /
+    level_k. With few steps, the schedule must be evenly spaced in log(sigma / alpha)."""
 
     needs = "denoise"
     even_in_noise = True
@@ -424,7 +421,7 @@ class DPMSolver2M(Sampler):
         sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             self._keep.append(after / sigma)
-            # the first step has no previous prediction; a step to noise level 0 would extrapolate to log sigma = -inf
+            # the first step has no previous prediction; a step to noise level 0 can't extrapolate to log sigma = -inf
             ends = k == 0 or after == 0
             self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)
@@ -458,7 +455,7 @@ class DPMSolver2M(Sampler):
 
 # ------------------------------------------------------------------------------------------ UniPC
 
-# upper bound of UniPC's noise levels: at t = 1, a flow has no signal, and lambda = -ln(level) would be -inf
+# UniPC's highest noise level, because a flow has no signal at t = 1, and lambda = -ln(level) would be -inf
 HIGHEST_LEVEL = 1e6
 
 
@@ -482,7 +479,7 @@ class UniPCInputs(NamedTuple):
 
 
 class UniPCSampler(Sampler):
-    """Deterministic UniPC of order 2 with B(h) = e^h - 1 on predictions of x_0, for x = x_0 + time * slope.
+    """Deterministic UniPC of order 2 with B(h) = e^h - 1 and predictions of x_0, where x = x_0 + time * slope.
 
     Step k evaluates the network once, at the predicted x_k. The result corrects x_k (UniC-2), and the corrected x_k
     predicts x_k+1 (UniP-2). The first step (no predecessor) and the last step (to lambda = inf) are of order 1. This is
@@ -493,9 +490,8 @@ class UniPCSampler(Sampler):
         predicted_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + 1/2 D_k-2)
         corrected_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + rho_0 D_k-2 + rho_1 (m_k - m_k-1))
 
-    with lambda = ln(alpha / sigma), h = lambda_k - lambda_k-1, r = (lambda_k-2 - lambda_k-1) / h and D_k-2 = (m_k-2 -
-    m_k-1) / r. So corrected_k is predicted_k plus differences of predictions, and the state needs no second x.
-    """
+    Here lambda = ln(alpha / sigma), h = lambda_k - lambda_k-1, r = (lambda_k-2 - lambda_k-1) / h, and D_k-2 = (m_k-2 -
+    m_k-1) / r. So corrected_k is predicted_k plus differences of predictions, and the state needs no second x."""
 
     needs = "slope"
 
@@ -543,12 +539,12 @@ class UniPCSampler(Sampler):
         return 1 if k in (0, self.steps - 1) else 2
 
     def _scale(self, k: int) -> float:
-        """Return -alpha (e^-h - 1) for the interval from k to k + 1. e^-h is the ratio of the levels."""
+        """Return -alpha (e^-h - 1) for the step from k to k + 1, where e^-h is the ratio of the levels."""
         levels = self.trajectory.levels
         return self.trajectory.alphas[k + 1] * (1 - levels[k + 1] / levels[k])
 
     def _length(self, k: int) -> float:
-        """Return h of the interval from k to k + 1."""
+        """Return h for the step from k to k + 1."""
         here, there = (min(level, HIGHEST_LEVEL) for level in self.trajectory.levels[k : k + 2])
         return math.log(here / there)
 
@@ -571,7 +567,7 @@ class UniPCSampler(Sampler):
         if slope is None:
             return None
         keep, now, before, earlier = self._weights[i]
-        # weights of x and the model's output in the x_0 predicted in this step
+        # the x_0 predicted in this step is of_x x + of_output output
         of_x, of_output = 1 - time * slope.x, -time * slope.output
         x = keep + now * of_x, before, earlier, now * of_output
         after = x, (of_x, 0.0, 0.0, of_output), (0.0, 1.0, 0.0, 0.0)

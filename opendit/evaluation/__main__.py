@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["plot"]:
         return _plot(words[1:])
     flags = read_flags(EvaluateConfig, words)
-    from opendit.evaluation.program import run  # imports torch, so a wrong flag is reported before this import
+    from opendit.evaluation.program import run  # torch takes seconds to import, so wrong flags are reported first
 
     run(flags)
     return 0

@@ -18,17 +18,18 @@ from opendit.common.utils import hash_parts
 from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, SIZE, SPLITS, digits_split, parse_caption, render
 from opendit.evaluation.media import Media, array_media
 
-VERSION = "1"  # increase this if the code changes the features but no constant below changes
+VERSION = "1"  # increase this if a code change affects the features
 WIDTH = 16  # width of the features; a larger covariance would need more than the 359 held-out digits
 HIDDEN, EPOCHS, BATCH, RATE = 256, 60, 128, 1e-2
-# SHIFT: largest random shift in half widths. NOISE: standard deviation for pixels in -1..1. SMOOTHING: of labels.
+# SHIFT: largest random shift in half widths. NOISE: standard deviation, for pixels in -1..1. SMOOTHING: label
+# smoothing.
 SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05
-COPY_QUANTILE = 0.01  # quantile of held-out digits' distances; closer samples are copies
+COPY_QUANTILE = 0.01  # samples that are closer to a training digit than this quantile of held-out digits are copies
 
 # Constants of moving digits:
 FILE_FRAMES, FILE_SIZE = 48, 64  # frames and side in pixels of the demo's clips
 HELD_OUT = 400  # number of clips from the 359 held-out digits
-# For a clip's features: the digit's position (x, y) in PLACES frames, in frame widths times PATH_SCALE.
+# A clip's features include the digit's position (x, y) in PLACES frames, in frame widths times PATH_SCALE.
 PLACES, PATH_SCALE = 4, 10.0
 SEEDS = {"train": 1, "test": 2}
 
@@ -85,7 +86,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
                     [batch, 1, SIZE, SIZE],
                     align_corners=False,
                 )
-                # Shift the pixels by 1 before and after, because grid_sample pads with 0 but the background is -1.
+                # grid_sample pads with 0 but the background is -1, so shift the values by 1.
                 pixels = F.grid_sample(x[rows] + 1, moved, align_corners=False) - 1
                 pixels = pixels + NOISE * torch.randn(pixels.shape, generator=generator, dtype=torch.float64)
                 loss = F.cross_entropy(head(hidden(pixels)), y[rows], label_smoothing=SMOOTHING)
@@ -117,7 +118,8 @@ def picture_classifier() -> DigitClassifier:
 
 
 def picture_features(pixels: Tensor) -> dict[str, Tensor]:
-    """Return :class:`DigitClassifier`'s features of uint8 pictures (B, 3, H, W), reduced to grey 8 x 8 pixels."""
+    """Return :class:`DigitClassifier`'s features of uint8 pictures (B, 3, H, W). The pictures are reduced to grey 8 x 8
+    pixels."""
     grey = pixels.double().mean(dim=1, keepdim=True) / 127.5 - 1
     if grey.shape[2:] != (SIZE, SIZE):
         grey = F.interpolate(grey, (SIZE, SIZE), mode="bilinear", antialias=True)
@@ -141,8 +143,8 @@ class RealDigits:
 
 
 def real_pictures(split: str, count: int | None = None) -> RealDigits:
-    """Return the digits of a split as uint8 pictures (8, 8, 3). If there are more than ``count``, choose ``count`` of
-    them at random, with a fixed seed."""
+    """Return a split's digits as uint8 pictures (8, 8, 3). If there are more than ``count``, choose ``count`` at random
+    with a fixed seed."""
     images, labels = digits_split(split)
     if count is not None and count < len(images):
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
@@ -194,8 +196,8 @@ def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
 
 def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
     """Return the share of samples that are copies of training digits. A copy is closer to a training digit than nearly
-    all held-out digits are (the quantile COPY_QUANTILE). nearest: the samples' distances (N, 1) to the nearest training
-    digit. held_out: the held-out digits' distances (M, 1)."""
+    all held-out digits are, by COPY_QUANTILE. nearest: the samples' distances (N, 1) to the nearest training digit.
+    held_out: the held-out digits' distances (M, 1)."""
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
 
@@ -211,11 +213,10 @@ class ClipShape:
 
 @functools.cache
 def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDigits:
-    """Render uint8 clips (T, H, W, 3) of a split's moving digits. The four directions take turns.
+    """Render a split's moving digits as uint8 clips (T, H, W, 3). The four directions take turns.
 
     count: number of clips; by default HELD_OUT for the held-out split, else one per training digit. Raises ValueError
-    if the clips would be longer than FILE_FRAMES.
-    """
+    if the clips would be longer than FILE_FRAMES."""
     span = (shape.frames - 1) * shape.interval + 1
     if span > FILE_FRAMES:
         raise ValueError(
@@ -249,7 +250,7 @@ def clip_classifier(shape: ClipShape) -> DigitClassifier:
 
 
 def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
-    """Compute features of uint8 clips (B, 3, T, H, W). "pool" is the classifier's "pool" and the digit's position in
+    """Compute features of uint8 clips (B, 3, T, H, W). "pool" has the classifier's "pool" and the digit's position in
     PLACES frames. "moved" (B, 2) is the digit's displacement (x, y) in frame widths. "digit" and "nearest" are as in
     :class:`DigitClassifier`."""
     grey = _grey(pixels)
@@ -263,7 +264,6 @@ def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
 
 
 def _grey(pixels: Tensor) -> Tensor:
-    """Convert uint8 (B, 3, T, H, W) to grey float64 (B, T, H, W) in 0..1."""
     return pixels.double().mean(dim=1) / 255
 
 
@@ -275,8 +275,8 @@ def centres(clips: Tensor) -> Tensor:
 
 
 def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
-    """Return each clip's digit, (B, 1, 8, 8) in -1..1, as the mean of frames shifted by their centres of mass. clips:
-    (B, T, H, W) in 0..1. path: the centres, (B, T, 2)."""
+    """Return each clip's digit, (B, 1, 8, 8) in -1..1. The frames are centred on the digit and averaged. clips: (B, T,
+    H, W) in 0..1. path: the digit's centres, (B, T, 2)."""
     height, width = clips.shape[2:]
     half = max(1, int(width * 0.4))
     padded = F.pad(clips, (half, half, half, half))
@@ -294,8 +294,8 @@ def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
 
 
 def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
-    """Return (N,) bool: True if a sample moved as requested. moved: displacements (N, 2) in frame widths. The
-    displacement along the requested direction must be above 0.05, and larger than the displacement across."""
+    """Return (N,) bool: True if a sample moved more than 0.05 frame widths in the requested direction, and less across.
+    moved: displacements (N, 2) in frame widths."""
     moved, wanted = moved.double().cpu(), asked.directions
     assert wanted is not None
     along, across = (moved * wanted).sum(dim=1), (moved * wanted.flip(1)).sum(dim=1).abs()

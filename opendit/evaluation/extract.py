@@ -1,7 +1,7 @@
 """Compute features of samples with one or more networks, divided between ranks, with a cache on disk.
 
-Features are stored in OUTPUT/features/HASH, where HASH covers every setting that affects them. After an interruption,
-or in another evaluation of these samples, the stored features are read."""
+Features are stored in OUTPUT/features/HASH, where HASH covers every setting that affects them. Another evaluation with
+equal settings reads the stored features."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "features"
 AHEAD = 3  # number of batches that are read in advance
-# Name of features -> their shape for one sample. For clips, "pool" and "caption" have the shape (frames, width).
+# Feature's name -> its shape for one sample. For clips, "pool" and "caption" have the shape (frames, width).
 Layout = dict[str, tuple[int, ...]]
 
 
@@ -45,7 +45,7 @@ class Extractor:
         pictures: network for pictures or frames. For frames, only the feature "pool" is used.
         clips: network for clips, with the feature "clip", or "digit", "nearest" and "moved" for moving digits.
         captions: CLIP, with the feature "caption", for the CLIP score.
-        motion: add "motion", the :func:`motion_score` of clips.
+        motion: add the feature "motion", see :func:`motion_score`.
         batch_size: number of pictures or frames that a network processes at a time.
     """
 
@@ -57,7 +57,7 @@ class Extractor:
     batch_size: int = 64
 
     def settings(self) -> dict[str, str]:
-        """Return name -> value for all settings that affect the features."""
+        """Return the names and values of all settings that affect the features."""
         networks = {"features": self.pictures, "clips": self.clips, "captions": self.captions}
         settings = {
             f"{role} {name}": getattr(network, name)
@@ -68,7 +68,7 @@ class Extractor:
         return {**settings, "motion": "on" if self.motion else "off"}
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
-        """Return the shapes of one sample's features. shape: the sample's shape, (H, W, 3) or (T, H, W, 3)."""
+        """Return the features' shapes for one sample. shape: the sample's shape, (H, W, 3) or (T, H, W, 3)."""
         found = self(torch.zeros(1, *shape, dtype=torch.uint8))
         return {name: tuple(features.shape[1:]) for name, features in found.items()}
 
@@ -110,8 +110,8 @@ def motion_score(clips: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """The samples' features (N, ...) float32 on the CPU. ``arrays`` is empty on ranks other than 0. seconds: computing
-    time. computed: number of samples without cached features."""
+    """The samples' features (N, ...) float32 on the CPU; empty on ranks other than 0. seconds: computing time.
+    computed: number of samples without cached features."""
 
     count: int
     arrays: dict[str, Tensor]
@@ -165,13 +165,13 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Fe
 
 
 def drawn_by(settings: dict[str, str]) -> dict[str, str]:
-    """Drop settings that affect only which files are written. settings: from ``settings_of``."""
+    """Drop settings that do not affect the samples. settings: from ``settings_of``."""
     return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
 def _check_finite(drawn: list[tuple[Tensor, Tensor]]) -> None:
-    """Raise ValueError for a sample whose latents are not finite, because uint8 pixels would hide a NaN. Called after
-    the next batch is launched, so that the device does not wait for the host."""
+    """Raise ValueError for latents that are not finite, because uint8 pixels would hide a NaN. Call this after
+    launching the next batch, so that the device does not wait for the host."""
     for index, finite in drawn:
         if len(bad := index[~finite.cpu()]):
             raise ValueError(f"sample {int(bad[0]):,} is not finite: the model gives NaN or infinity for it")
@@ -196,7 +196,7 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
 
 
 class _Store:
-    """Cache of features on disk. ``missing`` lists the cache files that still have to be computed."""
+    """Cache of features on disk. ``missing`` lists the cache files to compute."""
 
     def __init__(self, output: Path, settings: dict[str, str], count: int, batch_size: int, layout: Layout, mesh: Mesh):
         self.layout, self.mesh, self._output = layout, mesh, output
@@ -241,7 +241,8 @@ class _Store:
         return job, list(range(parts.count)) if missing is None else missing
 
     def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
-        """Call ``fill(sink)`` to deliver the missing samples' pixels to the sink. Then read all features."""
+        """Compute the missing features from the pixels that ``fill(sink)`` delivers to the sink. Then read all
+        features."""
         begun = time.monotonic()
         if self.missing:
             sink = Sink(CacheWriter(self.parts, self.missing), extractor)
@@ -264,7 +265,7 @@ class Sink:
     """Receives pixels, computes their features and writes the features into the cache.
 
     On a GPU, the networks run on a separate stream while samples are drawn. The host waits for a batch's features only
-    after the next batch is launched."""
+    after launching the next batch."""
 
     def __init__(self, assembly: CacheWriter, extractor: Extractor):
         self._assembly, self._extractor = assembly, extractor
@@ -275,13 +276,13 @@ class Sink:
             self._stream.wait_stream(torch.cuda.current_stream(extractor.device))
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        """Compute the features of the samples ``index`` (B,). Afterwards, the caller may overwrite ``pixels``
-        (uint8)."""
+        """Compute the features of the samples ``index`` (B,) from uint8 ``pixels``. The caller may then overwrite
+        ``pixels``."""
         numbers = index.tolist()
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # Wait for this copy and earlier features, but not for the stream that draws samples.
+            # Wait for this copy, but not for the stream that draws samples.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:

@@ -38,7 +38,7 @@ _WITHOUT = {
     "moved": "it needs --features digits, and clips whose directions are known by their captions",
     "nearest": "it needs --features digits",
 }
-# Features -> the network in the extractor that computes them. "digit" and similar features come from either network.
+# Feature -> the extractor's network. Other features, such as "digit", come from either network.
 _NETWORKS = {"pool": "pictures", "spatial": "pictures", "logits": "pictures"}
 _NETWORKS |= {"clip": "clips", "caption": "captions", "motion": None}
 
@@ -62,7 +62,7 @@ class RealSamples:
 
     Attributes:
         train: features of min(REAL, number of samples) training digits.
-        asked: the digits, and for clips the directions, in the held-out samples.
+        asked: the held-out samples' digits, and for clips their directions.
         reference: True if the held-out digits are also the reference.
     """
 
@@ -97,7 +97,7 @@ class MetricInputs:
     real: RealSamples | None = None
 
     def of(self, name: str) -> Tensor:
-        """Return the samples' features on ``device`` as rows (N, D), or for frames of clips (N * T, D)."""
+        """Return the samples' features on ``device``, as rows (N, D) or, for clips' frames, (N * T, D)."""
         return _rows(self.features[name], self.device)
 
     def of_reference(self, name: str) -> Tensor:
@@ -121,8 +121,8 @@ def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None
 def plan(
     asked: Sequence[str], layout: Layout, reference: Reference | None, captions: bool
 ) -> tuple[list[str], list[str]]:
-    """Return (metrics to compute, messages about metrics that are left out). An empty ``asked`` means all possible
-    metrics. Otherwise, raises ValueError if a requested metric is impossible."""
+    """Return (metrics to compute, messages about metrics that are left out). If ``asked`` is empty, all possible
+    metrics are computed. Otherwise, raises ValueError if a requested metric is impossible."""
     found, left_out = [], []
     for name in asked or METRICS:
         problem = _problem(name, layout, reference, captions)
@@ -130,7 +130,7 @@ def plan(
             found.append(name)
         elif asked:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
-        elif METRICS[name].features in layout:  # no message if the features are missing, such as logits of clips
+        elif METRICS[name].features in layout:  # missing features, such as logits of clips, need no message
             left_out.append(f"{name} is left out: {problem}")
     return found, left_out
 
@@ -163,7 +163,7 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
 
 
 def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
-    """Return the names of a metric's values: "precision" and "recall" for "pr". digits: --features digits."""
+    """Return the names of a metric's values, such as "precision" and "recall" for "pr". digits: --features digits."""
     if metric == "pr":
         return ("precision", "recall")
     if metric not in ("fid", "sfid", "fvd"):
@@ -172,7 +172,7 @@ def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tup
         return ("frechet_distance",)
     if metric == "fvd":
         return ("fvd",)
-    # The names FID and sFID are used only for Inception's features.
+    # Only Inception's features give FID and sFID.
     name = metric if inception else {"fid": "frechet_distance", "sfid": "spatial_frechet_distance"}[metric]
     return (f"frame_{name}" if clips else name,)
 
@@ -270,8 +270,8 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples. The interval is in [0, 1].
-    Its width is above 0 even for shares of 0 and 1."""
+    """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples. Even for shares of 0 and
+    1, the interval has a width above 0."""
     square = metrics.NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)
     error = metrics.NORMAL_95 / (1 + square) * (share * (1 - share) / count + square / (4 * count)) ** 0.5
@@ -329,7 +329,7 @@ class Measuring:
         captions = self.extractor.captions is not None
         layout = _usable(self.extractor.layout(samples.shape), samples)
         check_features(flags.metrics, layout, captions)
-        self._real: RealSamples | None = None  # cached, because a training run measures many times
+        self._real: RealSamples | None = None  # kept, because a training run measures many times
         self.reference = None
         if flags.reference is not None and _compares(flags):
             of_reference = replace(self.extractor, captions=None)
@@ -363,8 +363,8 @@ class Measuring:
     def compute(
         self, features: dict[str, Tensor], details: dict[str, Any], problems: list[str]
     ) -> Iterator[list[Measurement]]:
-        """Yield each metric's measurements. Call this on rank 0 only. details: fields for all measurements. problems:
-        receives a message for each metric that can't be computed."""
+        """Yield each metric's measurements. Call this on rank 0 only. details: fields for all measurements. problems: a
+        list that gets a message for each metric that can't be computed."""
         inputs = self._inputs(features)
         for name in self.metrics:
             try:
@@ -420,8 +420,8 @@ class Measuring:
 
 def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Extractor:
     """Load the networks that the metrics need. of_clips: options for reading clips; None for pictures. Raises
-    FileNotFoundError if a network is missing. For clips without --metrics, a missing default network is only
-    reported."""
+    FileNotFoundError if a network is missing. For clips without --metrics, a missing default network only gives a
+    message."""
     device = mesh.device
     extractor = partial(Extractor, device, motion=of_clips is not None, batch_size=flags.feature_batch_size)
     asked = {METRICS[name].features for name in flags.metrics or METRICS}
@@ -469,8 +469,8 @@ def _compares(flags: EvaluateConfig) -> bool:
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0, because only this rank has the reference's features. Return the result, or raise the
-    ValueError, on all ranks."""
+    """Call ``decide`` on rank 0, because only rank 0 has the reference's features. Return the result or raise the
+    ValueError on all ranks."""
     value, problem = None, None
     if mesh.is_main:
         try:

@@ -29,16 +29,16 @@ from opendit.training.run import Run, example_captions
 logger = logging.getLogger(__name__)
 
 FOLDER = "evaluation"  # subfolder of a run's folder; `opendit evaluate plot RUN` reads it
-PROMPTS = 64  # maximum number of captions; all embeddings stay on the device
+PROMPTS = 64  # maximum number of captions; their embeddings stay on the device
 
 
 class RunEvaluation:
     """Draws --evaluate_samples samples from a run's EMA weights, and computes metrics. All ranks must construct this
     object and call :meth:`after`.
 
-    The values do not depend on the number of data-parallel ranks, because the batches are fixed and a sample's number
-    determines its noise. ``of`` is a hash of all settings that affect the values; values are comparable if their hashes
-    are equal. The constructor raises ValueError or OSError, with the flag, if the evaluation is impossible."""
+    The values do not depend on the number of data-parallel ranks. ``of`` is a hash of all settings that affect the
+    values, so values with equal hashes are comparable. The constructor raises ValueError or OSError, with the flag, if
+    the evaluation is impossible."""
 
     def __init__(self, spec: Run):
         self._spec, flags, config = spec, spec.flags.evaluating(), spec.model_config
@@ -107,8 +107,9 @@ class RunEvaluation:
         return self._spec.codec
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate the weights after ``step``. All ranks must call this. Return fields for the step's log line:
-        ``eval_NAME``, a metric's value or None if it can't be computed or is not finite, and the hash ``eval_of``."""
+        """Evaluate the weights after ``step``. All ranks must call this. Return fields for the step's log line: the
+        hash ``eval_of``, and each metric's value as ``eval_NAME``. The value is None if it can't be computed or is not
+        finite."""
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
             assert model is not None  # everywhere=True gives every rank a model
@@ -141,7 +142,7 @@ class RunEvaluation:
                     pixels = torch.from_numpy(to_uint8(self._codec.decode(latents)))
                     for name, rows in self._measuring.extractor(pixels).items():
                         found[name][index.to(device)] = rows
-        # The sum is exact: one rank computes each element, and all others add 0.
+        # The sum is exact, because only one rank has a nonzero value for each element.
         return {name: mesh.sum(rows).cpu() for name, rows in found.items()}
 
     def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:

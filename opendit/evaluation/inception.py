@@ -1,8 +1,7 @@
 """FID's Inception network, with torchvision's parameter names, so that the published weights load strictly.
 
-FID was defined with this network from December 2015. In contrast to torchvision's network, there are 1,008 classes,
-average pooling excludes the padding, and the last block has maximum pooling.
-"""
+FID was defined with this network from December 2015. It differs from torchvision's network: it has 1,008 classes, its
+average pooling excludes the padding, and its last block has maximum pooling."""
 
 from typing import Any
 

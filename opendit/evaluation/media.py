@@ -27,8 +27,7 @@ SAMPLES, LABELS = "arr_0", "arr_1"  # names of the arrays in an .npz of sample.p
 class MediaOptions:
     """Settings for reading pixels from files. Frames come from the middle of a clip.
 
-    image_size: side in pixels; pictures and frames are cropped and resized as in ADM. None: no resizing.
-    """
+    image_size: side in pixels to which pictures and frames are cropped and resized as in ADM; None keeps their size."""
 
     image_size: int | None = None
     num_frames: int = 16
@@ -36,7 +35,7 @@ class MediaOptions:
     fps: float | None = None
 
     def __str__(self) -> str:
-        """Return the settings as text to hash. fps appears only if it is set, so that older hashes stay valid."""
+        """Return the settings as text to hash. A missing fps is left out, so that older hashes stay valid."""
         shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
         return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 
@@ -125,7 +124,7 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels
 
 
 def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a file's pixels, and its array of captions or classes or None."""
+    """Return (a file's pixels, its captions or classes or None)."""
     if path.suffix == ".npy":
         return _loaded(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False), flag), None
     names = npz_names(path, flag)
@@ -168,7 +167,7 @@ def npz_member(path: Path, name: str) -> np.ndarray:
 
 
 def _start_of(path: Path, header: int) -> int:
-    """Return the file offset of a zip member's first byte. header: offset of the member's local header."""
+    """Return the file offset of a zip member's content. header: offset of the member's local header."""
     with open(path, "rb") as file:
         file.seek(header + 26)
         name, extra = np.frombuffer(file.read(4), "<u2").tolist()
@@ -183,8 +182,8 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
-    """Open a folder of pictures, or of clips if there are no pictures. In a folder from sample.py, files with several
-    samples are skipped."""
+    """Open a folder of pictures or, if there are none, of clips. Files of several samples from sample.py are
+    skipped."""
     drawn = _drawn(path)
     if drawn:
         files = drawn

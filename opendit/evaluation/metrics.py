@@ -53,7 +53,8 @@ class Moments:
         return cls(len(rows), mean, rows.T @ rows)
 
     def merged(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets of vectors (Chan, Golub and LeVeque 1979), precise even for a large mean."""
+        """Return the moments of both sets of vectors (Chan, Golub and LeVeque 1979). This is precise even for a large
+        mean."""
         total, difference = self.count + other.count, other.mean - self.mean
         between = torch.outer(difference, difference) * (self.count * other.count / total)
         mean = self.mean + difference * (other.count / total)
@@ -69,8 +70,8 @@ class Moments:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
 
-    The root's trace is the sum of the singular values of C_a^(1/2) C_b^(1/2), even for singular C_a or C_b. Raises
-    ValueError if widths differ or a number is not finite."""
+    The root's trace equals the sum of the singular values of C_a^(1/2) C_b^(1/2), also if a covariance is singular.
+    Raises ValueError if widths differ or a number is not finite."""
     if a.width != b.width:
         raise ValueError(
             f"features of {a.width} and of {b.width} numbers can't be compared: they are of other networks"
@@ -95,11 +96,11 @@ def _distance(a: Gaussian, b: Gaussian, cross: Tensor) -> float:
 
 
 def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS) -> float:
-    """Return the standard error of the Fréchet distance between ``features`` and ``reference``, by the delete-a-group
-    jackknife. features: (N, D), or (N, T, D) for clips. A clip's frames stay in one group.
+    """Return the standard error of the Fréchet distance to ``reference``, by the delete-a-group jackknife. The error
+    excludes the bias from a finite N. features: (N, D), or (N, T, D) for clips.
 
-    Samples may be sorted by class, so they are assigned to groups at random, with a fixed seed. The error excludes the
-    bias from a finite N."""
+    Samples may be sorted by class, so they are assigned to groups at random, with a fixed seed. A clip's frames stay in
+    one group."""
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
     parts = [Moments.of(features[rows].flatten(0, -2)) for rows in order.chunk(groups)]
     root = covariance_root(reference.covariance)
@@ -119,8 +120,8 @@ SUBSETS, SUBSET = 100, 1000  # number and size of the subsets for the kernel dis
 def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | None]:
     """Return the Inception score exp(E_x KL(p(y|x) || p(y))) (Salimans et al. 2016), and its standard deviation.
 
-    logits: (N, classes). Both values are over splits of ``split`` consecutive samples, as in ADM. The standard
-    deviation is None for one split."""
+    logits: (N, classes). The score is the mean over splits of ``split`` consecutive samples, as in ADM. The standard
+    deviation over the splits is None for one split."""
     scores = []
     for part in logits.split(split):
         log_p = part.double().log_softmax(dim=1)
@@ -139,8 +140,8 @@ def kernel_distance(
     """Return KID and its standard deviation over random subsets. KID is the unbiased squared maximum mean discrepancy
     with the kernel (x.y / D + 1)^3 (Binkowski et al. 2018).
 
-    samples: (N, D). reference: (M, D). size: number of samples from either set in a subset. The subsets depend only on
-    N, M and ``size``."""
+    samples: (N, D). reference: (M, D). size: number of samples and of reference features in a subset. The subsets
+    depend only on N, M and ``size``."""
     size = min(size, len(samples), len(reference))
     if size < 2:
         raise ValueError(f"the kernel distance needs at least 2 samples, not {size}")
@@ -157,7 +158,7 @@ def kernel_distance(
 
 
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return mean k(x, x') + mean k(y, y') - 2 mean k(x, y), where x and x', y and y' are different rows."""
+    """Return mean k(x, x') + mean k(y, y') - 2 mean k(x, y). The first two means are over different rows."""
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
     within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (n * (n - 1))
@@ -177,13 +178,13 @@ def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGH
     """Return improved precision and recall (Kynkäänniemi et al. 2019) for features (N, D) and reference (M, D).
 
     Each feature is the centre of a ball. Its radius is the distance to the ``neighbours``-th nearest other feature in
-    its set. Precision is the share of samples inside the reference's balls. Recall is the share of the reference inside
-    the samples' balls. Distances are float32; ADM's float16 changes the third digit. Raises ValueError for a set with
-    ``neighbours`` features or fewer."""
+    its set. Precision is the share of samples inside the reference's balls. Recall is the share of the reference
+    inside the samples' balls. Distances are float32. Raises ValueError for a set with ``neighbours`` features or
+    fewer."""
     for features in (samples, reference):
         if len(features) <= neighbours:
             raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
-    # Centre the features, because distances come from products, and smaller products lose fewer digits.
+    # Distances come from products, so centre the features to lose fewer digits.
     centre = reference.mean(dim=0)
     samples, reference = samples.float() - centre, reference.float() - centre
     return (
@@ -197,14 +198,14 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
     found = []
     for first, squares in _squared_distances(features, features):
         rows = torch.arange(len(squares), device=squares.device)
-        squares[rows, first + rows] = 0  # a feature's distance to itself, without rounding errors
+        squares[rows, first + rows] = 0  # exactly 0 for a feature's distance to itself
         found.append(squares.kthvalue(neighbours + 1, dim=1).values)
     return torch.cat(found)
 
 
 def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
     """Return (N,) bool: True if a row of ``features`` (N, D) lies in a ball. others: the balls' centres (M, D). radii:
-    their squared radii (M,)."""
+    squared radii (M,)."""
     return torch.cat([(squares <= radii).any(dim=1) for _, squares in _squared_distances(features, others)])
 
 

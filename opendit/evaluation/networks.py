@@ -118,7 +118,7 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
         return (lambda x: network(resize(x.float(), how))), True, how
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TorchScript is deprecated, but the published files are TorchScript
+            warnings.simplefilter("ignore")  # TorchScript is deprecated, but the published files use it
             script = torch.jit.load(str(path), map_location=device).eval()
     except RuntimeError as error:
         raise ValueError(f"{path} can't be loaded as TorchScript: {str(error).splitlines()[0]}") from error
@@ -128,7 +128,7 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
         network = ScriptedInception(script)
         return (lambda x: network(resize(x.float(), how))), True, how
     arguments = {argument.name for argument in script.forward.schema.arguments}
-    if {"rescale", "resize", "return_features"} <= arguments:  # the signature of StyleGAN-V's I3D
+    if {"rescale", "resize", "return_features"} <= arguments:  # the arguments of StyleGAN-V's I3D
         if not clips:
             raise ValueError(f"{path} is a network of clips; features of pictures need another, such as Inception")
         return (
@@ -222,7 +222,7 @@ KNOWN = (
 
 
 def default_folder() -> Path:
-    """Return torch.hub's folder of checkpoints. torch-fidelity and pytorch-fid also use this folder."""
+    """Return torch.hub's folder of checkpoints, as used by torch-fidelity and pytorch-fid."""
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 
@@ -284,8 +284,8 @@ def spatial_features(x: Tensor) -> Tensor:
 def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
     """Resize pictures (B, 3, H, W) float32 to side x side pixels.
 
-    how: "tf" is TensorFlow 1's bilinear filter without antialiasing, with samples at i * H / side; FID was defined with
-    it. "torch" is a bilinear filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
+    how: "tf" is TensorFlow 1's bilinear filter without antialiasing, which takes samples at i * H / side and defines
+    FID. "torch" is a bilinear filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
     antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022)."""
     if how == "clean":
         return F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0, 255)
@@ -367,7 +367,7 @@ def load_model(folder: Path, name: str) -> Any:
 
 
 def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[float], list[float]]:
-    """Return (side in pixels, mean, standard deviation) from preprocessor_config.json, by default USUAL_SIDE and
+    """Return (side in pixels, mean, standard deviation) from preprocessor_config.json. The defaults are USUAL_SIDE and
     ``colours``. Raises ValueError for invalid values."""
     path, found = folder / PREPROCESSOR, {}
     if path.is_file():
@@ -389,7 +389,7 @@ def folder_sha256(folder: Path) -> str:
 
 
 def caption_embeddings(folder: Path, captions: list[str], device: torch.device) -> tuple[Tensor, list[bool]]:
-    """Return CLIP's projected embeddings of captions (N, D), and for each caption True if CLIP truncates it. Raises
+    """Return (CLIP's projected embeddings (N, D), list with True for each caption that CLIP truncates). Raises
     ValueError for a folder without CLIP's text model and tokenizer."""
     folder = Path(folder).expanduser()
     config = read_config(folder)

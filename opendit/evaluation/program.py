@@ -26,7 +26,7 @@ from opendit.parallel.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 EARLIER_ROWS = 12  # maximum number of earlier results above the new ones
-DRY_RUN_BATCHES = 4  # timed batches per process, after an untimed batch that compiles kernels
+DRY_RUN_BATCHES = 4  # timed batches per process, after one untimed batch that compiles kernels
 
 
 def run(flags: EvaluateConfig) -> None:
@@ -60,8 +60,8 @@ def evaluate(config: EvaluateConfig) -> list[results.Measurement]:
 
 
 def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[results.Measurement]:
-    """Evaluate every point of a sweep, or the only point. All ranks must call this. Return the metric values; [] on
-    ranks other than 0 and with --dry_run. started: called once, before samples are drawn or read."""
+    """Evaluate every point of a sweep, or the only point. All ranks must call this. Return the metric values on rank 0,
+    and [] on other ranks or with --dry_run. started: called once, before samples are drawn or read."""
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
         return _measure(points[0] if flags.samples is None else flags, mesh, started)
@@ -131,7 +131,7 @@ def _show(output: Path, found: list[results.Measurement]) -> None:
 
 
 class NoNetwork(Extractor):
-    """Extractor with zeros as features, to measure only the time of drawing."""
+    """Extractor with zeros as features, to time only the drawing."""
 
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
         return {"pool": torch.zeros(len(pixels), 1, device=self.device)}

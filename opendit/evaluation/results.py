@@ -32,7 +32,7 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-# Fields to compare only if both results have values; samples from other programs have none.
+# Fields to compare only if both results have a value, because samples from other programs have none.
 OFTEN_UNKNOWN = ("labels", "rounding")
 
 
@@ -51,7 +51,7 @@ class Measurement:
         rounding: the method of rounding pixels to uint8.
         drawn: all settings that affect the samples, as in a sampling job's manifest.
         truncated: number of captions that CLIP truncates.
-        of_real: the metric for real samples: training digits for the Fréchet distance, else held-out digits.
+        of_real: the metric's value for real samples: training digits for the Fréchet distance, else held-out digits.
     """
 
     metric: str
@@ -127,8 +127,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Format an aligned table. Lines below the table give notes, and the rows that are not comparable with their
-    metric's last row."""
+    """Format an aligned table. Notes below the table include the rows that are not comparable with the metric's last
+    row."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"
@@ -170,7 +170,7 @@ def _drawn_with(row: Measurement) -> str:
 
 
 def figure_text(value: float) -> str:
-    """Format a metric's value with up to six significant digits, or four if it is very large or small."""
+    """Format a metric's value with six significant digits, or four if the value is very large or small."""
     return f"{value:.6g}" if value and abs(math.log10(abs(value))) < 5 else f"{value:.3e}" if value else "0"
 
 
@@ -191,7 +191,7 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 
 
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
-    """Append new measurements to the folder's ``results.jsonl``. Return the file's path. root: below this folder, no
+    """Append measurements to the folder's ``results.jsonl``, and return the file's path. root: below this folder, no
     link is followed, and missing folders are created."""
     path = folder / FILE
     refuse_links(folder, [FILE])
@@ -203,7 +203,7 @@ def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None 
 
 
 def without_time(row: Measurement) -> Measurement:
-    """Return a measurement without its time. Measurements count as equal if only their times differ."""
+    """Return a measurement without its time, to compare it with others."""
     return dataclasses.replace(row, time=None)
 
 
@@ -220,8 +220,8 @@ def read_results(path: Path) -> list[Measurement]:
 
 
 def sweep_table(rows: Sequence[Measurement]) -> str:
-    """Format a table for each metric, with a line per guidance scale and a column per number of steps. A cell shows its
-    last value."""
+    """Format a table for each metric, with a line per guidance scale and a column per number of steps. Each cell shows
+    the last value."""
     parts = []
     for metric in dict.fromkeys(row.metric for row in rows):
         of_metric = [row for row in rows if row.metric == metric]
@@ -253,7 +253,7 @@ def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
 LOG, RUN_FOLDER = "log.jsonl", "evaluation"  # a run's log, and its subfolder for evaluation results
 ACROSS = 4  # maximum number of panels in a row
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
-STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # for lines of one run; they have one colour
+STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # for the lines of one run, which have one colour
 SMOOTH = 50  # maximum number of points in a training loss curve
 
 
@@ -274,8 +274,8 @@ PlotPoint = tuple[float, float, float | None, float | None]  # (x, y, low, high)
 
 @dataclass(frozen=True)
 class PlotLine:
-    """A line in a panel. points: (x, y, low, high), sorted by x, or by guidance scale for precision against recall.
-    words: a text for each point, or empty. run: name of the run; each run has one colour."""
+    """A line in a panel. points: (x, y, low, high), sorted by x; points of precision against recall are sorted by
+    guidance scale. words: a text for each point, or empty. run: name of the run; each run has one colour."""
 
     name: str
     points: Sequence[PlotPoint]
@@ -330,8 +330,8 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """Return panels for the chosen metrics, by default all, and for the losses. Measurements that are not comparable
-    with their metric's last one are left out. Also return messages about these measurements."""
+    """Return (panels for the chosen metrics and the losses, messages). By default, all metrics are chosen. Measurements
+    that are not comparable with their metric's last one are left out, with a message."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []
@@ -379,8 +379,7 @@ def _sampled(row: Measurement) -> str:
 
 
 XValue = Callable[[Measurement], float | None]
-# x axes of a metric's panels: (title, label, scale, function that returns x, functions that return words for a line's
-# name).
+# x axes of a metric's panels: (title, label, scale, function for x, functions for the parts of a line's name).
 AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
     ("training", "training step", "linear", _training_step, (_sampled, _guided)),
     ("sampling steps", "sampling steps", "log", lambda row: row.steps, (_at, lambda row: row.sampler or "", _guided)),
@@ -410,7 +409,7 @@ def _point(x: float, row: Measurement) -> PlotPoint:
 
 
 def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
-    """Return a line for each model, checkpoint, sampler, number of steps and seed. Its points are guidance scales."""
+    """Return a line for each model, checkpoint, sampler, number of steps and seed. Each point is a guidance scale."""
     pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Measurement]]] = {}
     for row in rows:
         if row.metric in ("precision", "recall"):
@@ -451,8 +450,8 @@ def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draw runs to the PNG ``output``, for ``metrics`` or, if empty, all metrics. Return messages about measurements
-    that were left out. Raises ValueError or OSError."""
+    """Draw runs to the PNG ``output``. Return messages about measurements that were left out. metrics: the metrics to
+    draw; if empty, all. Raises ValueError or OSError."""
     runs = [read_run(Path(path).expanduser()) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths, strict=True):

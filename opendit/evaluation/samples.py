@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 PICTURES, CLIPS = 50_000, 2_048  # default numbers of samples to draw, as is usual for FID and FVD
 FRAMES = 16  # default number of frames to read from a clip in a file
 FIX = "wait for its end, or give another --output"
-# Features -> names of their mean and covariance in an .npz. The first two pairs are ADM's names for Inception features.
+# Feature -> names of its mean and covariance in an .npz. ADM has the first two pairs, for Inception's features.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "clip": ("mu_clip", "sigma_clip")}
 SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
 
@@ -80,7 +80,7 @@ class DescribedSamples:
 @dataclass(frozen=True)
 class Samples(DescribedSamples):
     """Samples that are ready to be read or drawn. ``extract(extractor, count, folder)`` computes the first ``count``
-    samples' features, and caches them in the folder. announce: prints the settings for drawing."""
+    samples' features, cached in the folder. announce: prints the settings for drawing."""
 
     extract: Callable[[Extractor, int, Path], Features]
     drawn: bool = False
@@ -115,7 +115,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
     with ThreadPoolExecutor(1) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
     details = {"samples": media.name, "samples_sha256": media.sha256}
-    # Without --image_size, crop and resize the reference's pictures to the samples' size, if that is square.
+    # Without --image_size, the reference's pictures get the samples' size if that is square.
     side = shape[-2] if shape[-2] == shape[-3] else None
     options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
     captions = media.captions[: media.count] if media.captions else None
@@ -129,7 +129,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
 
 
 def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
-    """Return samples to draw from a checkpoint. Only their features will be stored."""
+    """Return samples to draw from a checkpoint."""
     if sampling.mesh.is_main:
         for note in note_on_missing_frames(sampling.model.config):
             logger.info("note: %s", note)
@@ -199,7 +199,7 @@ def name_of(weights: Path) -> str:
 @dataclass
 class Reference:
     """Statistics or features of real pictures or clips, to compare samples with. gaussians: feature name -> mean and
-    covariance. features: feature name -> the reference's features (N, ...), if known."""
+    covariance. features: feature name -> features (N, ...), if known."""
 
     name: str
     sha256: str
@@ -225,7 +225,7 @@ def open_reference(
 
     - samples for :func:`open_media`; their features are computed;
     - "digits", the built-in held-out digits;
-    - ADM's statistics, an .npz with mu and sigma. Precision, recall and KID use the file's pictures, if any;
+    - ADM's statistics, an .npz with mu and sigma. The file's pictures, if any, are used for precision, recall and KID;
     - a file from :func:`save_features`.
 
     Raises ValueError if the reference holds other media than the samples, or features from other networks."""

@@ -85,8 +85,8 @@ class IndexedTar:
         return self.index.header.rows if self.kept is None else len(self.kept.rows)
 
     def _told(self, use_video: bool) -> bool:
-        """Return True if ``header.pictures`` is valid for ``use_video``. The header counts animations as clips. Without
-        ``use_video``, they are pictures."""
+        """Return True if ``header.pictures`` is valid for ``use_video``. The header counts animations as clips, but
+        they are pictures without ``use_video``."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
     def count_pictures(self, use_video: bool) -> int:
@@ -108,8 +108,8 @@ class IndexedTar:
 
 
 class ShardDataset(PicturesAndClips):
-    """Data set of indexed tars, with samples in the order of the tars. The indexes determine the conditioning:
-    captions, classes, or a single class if the samples have neither.
+    """Data set of indexed tars, with samples in the order of the tars. The conditioning is by captions or classes.
+    Samples without both have a single class.
 
     options: see ``PicturesAndClips``, also for the samples' format. random_flip: None mirrors samples with classes
     only, because captions may mention left and right. Raises ValueError, naming the flag and the fix, if the tars can't
@@ -159,7 +159,7 @@ class ShardDataset(PicturesAndClips):
     def _shapes(self) -> np.ndarray:
         """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. A large array is mapped from a file."""
         if self._kinds is None:
-            # The name includes modification times, because an index may be rewritten with other samples.
+            # An index may be rewritten with other samples, so the name includes modification times.
             written = (str(shard.index.written) for shard in self.shards)
             kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
             name = partial(hash_parts, kinds, *self._contents(), *written)
@@ -177,7 +177,7 @@ class ShardDataset(PicturesAndClips):
 
     def find_record(self, row: int) -> tuple[int, int, Record]:
         """Return (number of the tar, number of the sample in the tar, the sample's record)."""
-        last, found = self._found  # a picture and its caption both need the result
+        last, found = self._found  # used again, for the caption after the picture
         if last != row:
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
@@ -364,8 +364,8 @@ class ShardDataset(PicturesAndClips):
 
 
 def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
-    """Return the conditioning of all tars. Tars without captions and classes count as "label", with a single class.
-    Raises ValueError if the tars differ, and DataError if there are none."""
+    """Return the conditioning of all tars. Tars with neither captions nor classes count as "label", with a single
+    class. Raises ValueError if the tars differ, and DataError if there are none."""
     kinds = {}
     for shard in shards:
         kinds.setdefault(shard.index.header.conditioning, shard)
@@ -429,7 +429,7 @@ def open_source(asked: Request) -> ShardDataset | None:
     if folder.is_dir():
         names, folders = list_folder(str(folder), picture_suffixes() | {".tar"}, ignored)
         tars = [folder / name for name in names if name.lower().endswith(".tar")]
-        # A folder of pictures may also contain unrelated tars.
+        # A folder of pictures may also hold unrelated tars.
         if not tars or len(tars) < len(names) + len(folders) and not any(index_of(tar).exists() for tar in tars):
             return None
     elif folder.suffix.lower() == ".tar":

@@ -1,10 +1,8 @@
 """The index of a tar: a file with the place of each sample's picture or clip, caption and label in the tar.
 
 The index of ``NAME.tar`` is ``NAME.tar.index``. It consists of 8 bytes ``ODSHARD1``, the header's length (uint32), the
-header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` per sample, and the concatenated
-keys of the samples. All numbers are little-endian. Processes read single records from the file, and so share the page
-cache. ``scan`` makes an index.
-"""
+header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` per sample, and the samples'
+concatenated keys. All numbers are little-endian. ``scan`` makes an index."""
 
 import io
 import json
@@ -56,7 +54,7 @@ ROW = np.dtype(
     ]
 )
 
-_RECORD = struct.Struct("<QQQIiIIBBI2x")  # same layout as ROW, but five times as fast for a single record
+_RECORD = struct.Struct("<QQQIiIIBBI2x")  # the layout of ROW; reads a single record five times as fast
 
 _Names = Annotated[list[Text], MaxLen(256)]
 FieldPath = tuple[str, ...]  # a member's extension, then keys and list positions in its JSON
@@ -65,7 +63,7 @@ BLOCK = 512  # bytes of a tar header; contents are padded to a multiple
 MOST_EXTENSION = 1 << 20  # maximum bytes of an extension header
 LONGEST = 4096  # maximum characters in a member's name
 _EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")  # types of headers that extend the next header
-# A member belongs to no sample if its top folder or name is enclosed in double underscores.
+# Members that belong to no sample: their top folder or name is enclosed in double underscores.
 _META = re.compile(r"__[^/]*__($|/)")
 EXAMPLES, EXAMPLE_LETTERS = 5, 500  # maximum left-out samples in a header, and characters for each
 _ARRAYS = (".npz", ".npy", ".safetensors")
@@ -84,7 +82,7 @@ class Header(JsonObject):
     conditioning: Literal["text", "label", "none"]
     num_classes: int = Field(ge=0, le=1 << 31)  # the largest label + 1
     suffixes: _Names  # distinct suffixes of the media, with dots; ``ANIMATED`` precedes an animation's
-    # captions' paths, see ``FieldPath``
+    # the captions' paths, see ``FieldPath``
     captions: Annotated[list[_Names], FailFast(), MaxLen(256)]
     left_out: Count  # number of samples in the tar without a record
     examples: _Names  # "key: reason" for a few samples without a record
@@ -99,7 +97,7 @@ NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSE
 
 
 def read_class_names(folder: Path) -> list[str]:
-    """Return the class names in a folder, or [] without the file ``CLASS_NAMES``. Raises ValueError or OSError."""
+    """Return the class names in a folder; [] if ``CLASS_NAMES`` is missing. Raises ValueError or OSError."""
     path = folder / CLASS_NAMES
     return read_file(path, NAMES_OF_CLASSES) if path.exists() else []
 
@@ -127,8 +125,8 @@ def empty_header(tar_bytes: int, sha256: str, plan: str) -> Header:
 
 
 def is_clip(suffix: str, use_video: bool = True) -> bool:
-    """Return True if media with this suffix from ``Header.suffixes`` are clips. Without ``use_video``, an animation is
-    a picture."""
+    """Return True if media with this suffix from ``Header.suffixes`` are clips. Animations are clips with
+    ``use_video``, else pictures."""
     return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
@@ -137,7 +135,7 @@ def index_of(tar: str | Path) -> Path:
 
 
 def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root: Path | None = None) -> None:
-    """Write an index atomically. root: the folder below which no symbolic link is followed. Raises OSError."""
+    """Write an index atomically. root: follow no symbolic link below this folder. Raises OSError."""
     text = json.dumps(header.model_dump(), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
@@ -146,8 +144,8 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 
 class TarIndex:
-    """An index. The constructor reads the header; records and keys are read on demand. Raises OSError if the file can't
-    be read. Raises ValueError, naming the file, if the file is no index, is damaged or has another version."""
+    """An index. Only the header is read at once. Raises OSError if the file can't be read. Raises ValueError, naming
+    the file, if the file is no index, is damaged or has another version."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -163,7 +161,8 @@ class TarIndex:
         return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
 
     def record(self, row: int) -> Record:
-        """Read one record from the file. A memory mapping would take 64 KiB. Raises DataError for an invalid record."""
+        """Read one record, without a memory mapping, because that would take 64 KiB. Raises DataError for an invalid
+        record."""
         found = self._record(row)
         if not self._is_valid(found):
             raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
@@ -249,7 +248,7 @@ def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, in
 
 
 def check_whole(content: bytes) -> None:
-    """Raise OSError if ``content`` is an incomplete or invalid index, and ValueError if it is not an index."""
+    """Raise OSError if ``content`` is an incomplete or invalid index, and ValueError if ``content`` is no index."""
     try:
         _read_start("what came", io.BytesIO(content), len(content))
     except ValueError as error:
@@ -290,7 +289,7 @@ class TarError(ValueError):
 
 
 class _Header(tarfile.TarInfo):
-    """A header of tarfile with limited extension headers, because tarfile reads these into memory."""
+    """A tar header for tarfile, with a size limit for extension headers, because tarfile reads them into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
@@ -303,8 +302,8 @@ class _Header(tarfile.TarInfo):
 
 
 def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar in order. Raises OSError, or TarError for a damaged tar, a missing end-of-archive
-    mark, or a sparse member."""
+    """Yield a tar's members in order. Raises OSError, or TarError for a damaged tar, a missing end-of-archive mark, or
+    a sparse member."""
     length, start = file.seek(0, os.SEEK_END), file.seek(0)
     try:
         tar: Any = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8", errors="surrogateescape")
@@ -322,7 +321,7 @@ def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         what = str(error) if isinstance(error, tarfile.TarError) else type(error).__name__
         where = f"is truncated or damaged after byte {start:,}" if start else "can't be read as a tar"
         raise TarError(f"{where} ({what}); copy it again") from error
-    # tarfile ends silently at the first block that is no header
+    # tarfile ends silently at the first block that is no header.
     file.seek(tar.offset)
     block = file.read(BLOCK)
     if len(block) < BLOCK:
@@ -338,7 +337,7 @@ def padded(size: int) -> int:
 
 def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator[bytes]:
     """Yield the bytes of a tar with these members. contents: (name, size, chunks of the content) for each member.
-    Headers have no owner and no time, so that the tar depends only on the members."""
+    Headers have no owner and no time, so equal members give equal bytes."""
     total = 0
     for name, size, parts in contents:
         info = tarfile.TarInfo(name)
@@ -356,8 +355,8 @@ def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the members with a sample's picture or clip, caption and label. If there are several names, the sample's
-    first one is used."""
+    """Names of the members with a sample's picture or clip, caption and label. Among several names, the first one that
+    a sample has is used."""
 
     # extensions of the picture or clip; None accepts all known ones
     medium: tuple[str, ...] | None = None
@@ -388,7 +387,7 @@ class Fields:
 def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
     """Split a member's name into key and extension, at the first dot after the last slash. Return None if the member
     belongs to no sample. The extension is in lower case unless ``exact``. The result equals WebDataset's expression
-    ``^((?:.*/|)[^.]+)[.]([^/]*)$``, but takes linear instead of quadratic time."""
+    ``^((?:.*/|)[^.]+)[.]([^/]*)$``, but takes linear time."""
     last = name.rfind("/")
     dot = name.find(".", last + 1)
     if dot < 0 or _META.match(name):
@@ -410,8 +409,8 @@ def suffix_of(ending: str) -> str:
 
 
 def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
-    """Return the caption in a member, without white space around it. empty: allow an empty caption. Raises ValueError
-    for a missing or empty caption."""
+    """Return a member's caption, without white space around it. empty: allow an empty caption. Raises ValueError for a
+    missing or empty caption."""
     text = _read(content, path)
     if not isinstance(text, str):
         raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
@@ -421,7 +420,7 @@ def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
 
 
 def read_label(content: bytes, path: FieldPath) -> int:
-    """Return the class in a member's content. Raises ValueError if there is none."""
+    """Return the class in a member's content. Raises ValueError if there is no class."""
     label = _read(content, path)
     try:
         number = int(label) if isinstance(label, str) else label
@@ -469,8 +468,8 @@ class Sample:
 
 
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
-    """Yield the samples of a tar in order. Consecutive members with one key form a sample. exact: see ``Fields``.
-    Raises ValueError, naming the tar, if the tar is damaged or compressed, or if a key or member occurs twice."""
+    """Yield a tar's samples in order. Consecutive members with one key form a sample. exact: see ``Fields``. Raises
+    ValueError, naming the tar, if the tar is damaged or compressed, or if a key or member occurs twice."""
     name, seen, sample = printable(path), set(), None
     with open(open_regular(path), "rb") as file:
         try:
@@ -511,7 +510,7 @@ class _Rows:
     captions: list[bool] = field(default_factory=list)
     suffixes: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    why_not: list[str] = field(default_factory=list)  # for each record, why caption or label is missing
+    why_not: list[str] = field(default_factory=list)  # for each record, why its caption or label is missing
     seen: int = 0
     latents: bool = False  # True if a sample without a picture or clip may hold latents
 
@@ -602,8 +601,8 @@ def scan(
     path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
 ) -> tuple[Header, np.ndarray, bytes]:
     """Return a tar's index: the header, the records (an array of ``ROW``) and the keys. Samples without a picture or
-    clip are left out. If some samples have captions, samples without a caption are left out. Otherwise, if some have
-    labels, samples without a label are left out.
+    clip are left out. If some samples have captions, all samples without one are left out. Otherwise, the same holds
+    for labels.
 
     checksums: True reads the complete tar, and stores its SHA-256 and each medium's CRC-32. False reads only headers,
     captions and labels. sha256: the tar's SHA-256, if known. Raises OSError, and ValueError as :func:`samples_of` or

@@ -1,8 +1,6 @@
 """``preprocess.py shards`` packs media or cached latents into tars, and ``preprocess.py index`` indexes tars.
 
-All tars are planned before the first one is written. So any process can write any tar, and a rewritten tar does not
-change.
-"""
+All tars are planned before the first one is written, so any process can write any tar."""
 
 import builtins
 import json
@@ -78,7 +76,7 @@ _READ = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to pack: a media file, and a second member with its caption or class."""
+    """A sample to pack: a media file, and its caption or class as a second member."""
 
     key: str
     path: str
@@ -94,7 +92,7 @@ class TarPlan:
     """A tar to write."""
 
     tar: Path
-    plan: str  # hash of all entries in all tars; stored in the tar's index
+    plan: str  # hash of all tars' entries; stored in the tar's index
     entries: list[Entry]
 
 
@@ -134,7 +132,7 @@ def _state(path: str) -> tuple[int, int] | str:
 
 
 def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPlan]:
-    """Divide the entries, in order, into tars of at most ``shard_size`` bytes. A larger entry gets a separate tar."""
+    """Divide the entries, in order, into tars of at most ``shard_size`` bytes. A larger entry gets its own tar."""
     cuts, used = [], 0
     for number, entry in enumerate(entries):
         size = 2 * BLOCK + padded(entry.bytes) + padded(len(entry.text))
@@ -196,7 +194,7 @@ def _content(entry: Entry) -> Iterator[bytes]:
 # ------------------------------------------------------------------------------------------ the commands
 
 
-_TRIED = 100  # maximum samples to read for finding the name of the latents' array
+_TRIED = 100  # maximum samples to read for finding the latents' array
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
@@ -243,7 +241,7 @@ def make_indexes(
     """Run ``preprocess.py index`` with its flags as arguments: index a tar, or a folder's tars with missing or outdated
     indexes. force: index all tars. latents, of_latents: arguments of :func:`index_latents`.
 
-    In a folder from Energon, the tars of all splits are indexed, with the folder's field map or with a cooker
+    In a folder from Energon, the tars of all splits are indexed, by the folder's field map or by a cooker
     (``module:function``). Raises ValueError, OSError or DataError. Indexes written before the error remain."""
     if latents is not None:
         return index_latents(root, latents, num_workers=num_workers, force=force, **of_latents)
@@ -280,8 +278,8 @@ def make_indexes(
 def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
-    """Index every tar without an index, or with an index that is outdated or of another plan. Print the samples that
-    are left out. root: follow no link below this folder. Raises as :func:`make_indexes`."""
+    """Index every tar whose index is missing, outdated or of another plan. Print the samples that are left out. root:
+    follow no link below this folder. Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
@@ -469,7 +467,7 @@ def holds_old_latents(folder: Path) -> bool:
 
 
 def convert_latents(folder: Path, output: Path, *, num_workers: int) -> None:
-    """Write a folder's latents as tars in ``output``, one for each file. Existing tars stay, so that an interrupted
+    """Write a folder's latents as tars in ``output``, one for each file. Existing tars stay, so an interrupted
     conversion continues. Raises ValueError for an invalid index or other tars in ``output``, and DataError for damaged
     files."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
@@ -523,7 +521,7 @@ def _write(plan: LatentsTar, folder: Path) -> int:
 
 
 def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
-    """Yield the samples in a file. Raises KeyError, ValueError or RuntimeError if its tensors contradict each other."""
+    """Yield a file's samples. Raises KeyError, ValueError or RuntimeError if its tensors contradict each other."""
     rows, labels = tensors["rows"].tolist(), tensors["labels"].tolist()
     captions: Iterable[str | None] = repeat(None, len(rows))
     if "captions" in tensors:
@@ -539,5 +537,4 @@ def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
 
 
 def _cut(joined: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor at the positions ``ends``."""
     return joined.split(ends.diff(prepend=ends.new_zeros(1)).tolist())

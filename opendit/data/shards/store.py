@@ -34,7 +34,7 @@ from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
 
 class LocalTars:
-    """Tars on a local disk. sizes: each tar's bytes from its index, checked when the tar is opened."""
+    """Tars on a local disk. sizes: each tar's bytes from its index, compared when the tar is opened."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         self.paths, self.sizes = list(paths), list(sizes)
@@ -42,7 +42,7 @@ class LocalTars:
 
     def read(self, tar: int, at: int, size: int) -> bytes:
         """Return ``size`` bytes from offset ``at``. Raises DataError, naming the tar, if the tar is missing, truncated
-        or not the indexed one, or if its disk stays unavailable. Raises OSError for other disk errors."""
+        or changed, or if the disk stays unavailable. Raises OSError for other disk errors."""
         path = self.paths[tar]
         content = retried_disk(path, partial(read_at, (self._me, tar), partial(self._open, tar), at, size))
         if len(content) < size:
@@ -90,8 +90,8 @@ MOST_INDEX = 1024 * MIB  # maximum bytes of a tar's index
 NO_RANGES = "its server does not answer requests of ranges; take another one"
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # environment variables
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
-GROUPS = 16  # maximum unused groups of prefetched ranges
-BYTES = 2**28  # maximum bytes in these groups; a single group may have more
+GROUPS = 16  # maximum prefetched groups of ranges that wait for use
+BYTES = 2**28  # maximum bytes in these groups, except for a single large group
 GAP = 2**14  # maximum bytes between ranges that share a request
 
 
@@ -100,8 +100,7 @@ GAP = 2**14  # maximum bytes between ranges that share a request
 
 class FileCache:
     """Cache of byte strings by name, as files in ``folder``. Several processes may share the folder. A file appears
-    when it is complete. A process checks the folder's size whenever it has written a hundredth of ``limit``. Above
-    ``limit``, the least recently used files are deleted until nine tenths remain."""
+    when it is complete. Above ``limit`` bytes, the least recently used files are deleted until nine tenths remain."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
@@ -131,7 +130,7 @@ class FileCache:
         return content
 
     def put(self, name: str, content: bytes) -> None:
-        """Store an entry of up to ``limit`` bytes. After a failed write, print a note and store nothing more."""
+        """Store an entry of up to ``limit`` bytes. If writing fails, print a note and store nothing more."""
         if self._off or len(content) > self.limit:
             return
         path = self.path(name)
@@ -157,7 +156,7 @@ class FileCache:
         for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
-                    # Another process may be writing this file. Killed processes leave only few such files.
+                    # Another process may be writing this file.
                     if file.name.endswith(".partial"):
                         continue
                     with suppress(OSError):  # another process may delete it
@@ -205,14 +204,14 @@ def _end(part: ByteRange) -> int:
 
 
 class _Begun(NamedTuple):
-    ranges: set[ByteRange]  # ranges that are not used yet
+    ranges: set[ByteRange]  # ranges still to be used
     size: int
     work: Background[dict[ByteRange, bytes]]
 
 
 class FetchAhead:
-    """Fetches groups of byte ranges in threads while the process decodes earlier ranges. The threads do not delay the
-    end of the process. fetch: returns the bytes of each range in a group. :meth:`take` raises errors of ``fetch``."""
+    """Fetches groups of byte ranges in threads while the process decodes earlier ranges. The threads end with the
+    process. fetch: returns the bytes of each range in a group. :meth:`take` raises errors of ``fetch``."""
 
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
         self._fetch, self._process = fetch, 0
@@ -221,7 +220,7 @@ class FetchAhead:
 
     def begin(self, groups: Iterable[Ranges]) -> None:
         """Start fetching ``groups``, and drop earlier groups. Call :meth:`take` in the order of ``groups``."""
-        self._process = os.getpid()  # to detect a fork, because a child lacks its parent's threads
+        self._process = os.getpid()  # to detect a fork: a child process lacks these threads
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
 
@@ -229,7 +228,7 @@ class FetchAhead:
         """Wait for a range, forget it, and return its bytes. Return None if the range is not being fetched."""
         if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
             return None
-        while part not in self.begun[0].ranges:  # drop groups of samples that the caller skipped
+        while part not in self.begun[0].ranges:  # drop groups of skipped samples
             self.begun.popleft()
         found = self.begun[0]
         found.ranges.discard(part)
@@ -317,12 +316,12 @@ def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
 
 
 class _RefusedAnswer(DataError):
-    """Raised for a server's invalid answer if a retry would not help."""
+    """Raised for a server's invalid answer, if a retry would not help."""
 
 
 async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
     """Return all bytes from ``read``. Raises _RefusedAnswer for more than ``most`` bytes. Raises asyncio.TimeoutError
-    if n bytes take longer than ``TIME_LIMIT`` + n / ``SLOWEST`` seconds."""
+    if n bytes take more than ``TIME_LIMIT`` + n / ``SLOWEST`` seconds."""
     parts, size, begin = [], 0, time.monotonic()
     while True:
         left = TIME_LIMIT + size / SLOWEST - (time.monotonic() - begin)
@@ -336,8 +335,8 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Raise an error if ``told``, the answer's Content-Range, is not the requested range. whole: the file's size, if
-    known."""
+    """Raise an error if ``told``, the answer's Content-Range, is not the requested range. whole: the file's size or
+    None."""
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
         raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
@@ -346,7 +345,7 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return a file of at most ``most`` bytes from a web server or, with ``start``, exactly ``most`` bytes from
+    """Return a file of at most ``most`` bytes from a web server. With ``start``, return exactly ``most`` bytes from
     there."""
     import aiohttp
 
@@ -425,8 +424,8 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a file of at most ``most`` bytes, with retries. check: raises an error to reject the content and
-        retry. Raises DataError, naming the address."""
+        """Return a file of at most ``most`` bytes, with retries. check: raises an error if the content is invalid.
+        Raises DataError, naming the address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -449,7 +448,7 @@ class Remote:
         def once() -> dict[str, Any]:
             try:
                 return self.call("info", address)
-            except FileNotFoundError:  # fsspec's error for any HTTP failure; a later read raises the real error
+            except FileNotFoundError:  # fsspec's error for any HTTP failure; a later read raises the cause
                 return {}
 
         if not (found := retried(address, once)):
@@ -467,7 +466,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars on the server of ``folder`` to which the folder's web page links."""
+        """Return the tars on the folder's server to which the folder's web page links."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
@@ -509,7 +508,7 @@ class Remote:
 
 
 class RemoteTars:
-    """Tars behind addresses, with a cache of ranges and the methods of ``LocalTars``. contents: each tar's checksum, ""
+    """Tars behind addresses, with a cache of ranges and the methods of ``LocalTars``. contents: each tar's checksum; ""
     if unknown. sizes: each tar's bytes from its index."""
 
     def __init__(
@@ -521,7 +520,7 @@ class RemoteTars:
 
     def prefetch(self, groups: Iterable[Ranges]) -> None:
         """Start fetching the ranges that the next calls of ``read`` need, in this order."""
-        _ = self.remote.system  # create the file system before threads share it
+        _ = self.remote.system  # before threads share the file system, create it
         self._ahead.begin(group for group in groups if not all(self.cache.has(self._name(*part)) for part in group))
 
     def _fetch(self, group: Ranges) -> dict[ByteRange, bytes]:
@@ -552,9 +551,9 @@ class RemoteTars:
 
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
-    """Fetch the current index of every tar into the cache's folder, unless it is there, and return the paths. If the
-    folder's disk is full, use a temporary folder that is deleted at exit. Raises DataError, naming the address, if an
-    index can't be fetched, and ValueError if neither folder has space."""
+    """Fetch missing indexes into the cache's folder, and return the paths of all tars' current indexes. If the folder's
+    disk is full, use a temporary folder that is deleted at exit. Raises DataError, naming the address, if an index
+    can't be fetched, and ValueError if neither folder has space."""
     kept = cache.folder / "indexes"
 
     def fetch(address: str, folder: Path) -> Path:

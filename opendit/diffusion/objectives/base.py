@@ -16,11 +16,10 @@ from opendit.diffusion.samplers import SAMPLERS, LinearForm, Model, Trajectory, 
 
 
 class Prepared(NamedTuple):
-    """A micro-batch prepared for the network. The first dimension of all tensors is the batch.
+    """A micro-batch prepared for the network. Every tensor's first dimension is the batch.
 
-    x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), or (B, 2) for MeanFlow, the network's time.
-    context: further inputs of the loss, an objective's NamedTuple of tensors (B, ...).
-    """
+    x_t: (B, C, ...), the network's input, float32 at least. timestep: the network's time, (B,), or (B, 2) for MeanFlow.
+    context: further inputs of the loss, an objective's NamedTuple of tensors (B, ...)."""
 
     x_t: Tensor
     timestep: Tensor
@@ -46,7 +45,7 @@ class Objective(ABC):
 
     def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
         """Draw the times (B,) of a training step's samples. index: (B,), the samples' indices in the global batch.
-        tokens: each sample's token count, for objectives that depend on it (:meth:`for_tokens`)."""
+        tokens: each sample's token count, for objectives that depend on it."""
         return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
 
     def for_tokens(self, tokens: int) -> "Objective":
@@ -55,11 +54,12 @@ class Objective(ABC):
 
     @abstractmethod
     def times_at(self, u: Tensor) -> Tensor:
-        """Map u (B,), float64 in (0, 1), monotonically to times (B,). Close values of u have similar noise levels."""
+        """Map u (B,), float64 in (0, 1), monotonically to times (B,), so that close values of u have similar noise
+        levels."""
 
     @abstractmethod
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return the inputs of network and loss for data x0 (B, C, ...), times t (B,) and standard normal noise of x0's
+        """Return the inputs of network and loss. x0: data (B, C, ...). t: times (B,). noise: standard normal, in x0's
         shape. Raises ValueError if the shapes don't match."""
 
     asks_network: ClassVar[bool] = False  # True if ``complete`` calls the network
@@ -79,11 +79,11 @@ class Objective(ABC):
         alpha), if the objective supports this."""
 
     def network(self, model: Model) -> Model:
-        """Return a model that converts the output of ``model(x, t)`` to the prediction that the trajectory expects."""
+        """Return a model that converts ``model(x, t)`` to the prediction that the trajectory expects."""
         return model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the weights of the model's input and output in the output of ``network(model)`` at point k."""
+        """Return the output of ``network(model)`` at point k as a weighted sum of the model's input and output."""
         return LinearForm(0.0, 1.0)
 
     @abstractmethod
@@ -101,8 +101,8 @@ class Objective(ABC):
         sampler: str | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
     ) -> Tensor:
-        """Draw samples (B, *shape) of ``model(x, t)`` by ``sampler``; None for the first of ``samplers``. All noise is
-        keyed by ``seed`` and ``index`` (B,)."""
+        """Draw samples (B, *shape) of ``model(x, t)``. sampler: None for the first of ``samplers``. All noise is keyed
+        by ``seed`` and ``index`` (B,)."""
         name = self.choose(sampler)
         trajectory = self.trajectory(steps, SAMPLERS[name].even_in_noise)
         x = trajectory.start(initial_noise(seed, index, shape))

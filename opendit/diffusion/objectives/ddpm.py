@@ -27,8 +27,8 @@ from opendit.diffusion.samplers import LinearForm, Model, Trajectory, at_least_f
 
 
 def linear_betas(T: int = 1000) -> Tensor:
-    """Return the betas of [H]'s linear schedule, (T,) float64, scaled by 1000 / T to end at similar noise for every T.
-    Raises ValueError if ``T`` is 20 or less, because the last beta would be 1 or more."""
+    """Return the betas of [H]'s linear schedule, (T,) float64. A factor of 1000 / T makes the noise at the end similar
+    for every T. Raises ValueError if ``T`` is 20 or less, because the last beta would be 1 or more."""
     scale = 1000 / T if T > 0 else math.inf
     if 0.02 * scale >= 1:
         raise ValueError(f"the linear schedule needs more than 20 steps, got {T}")
@@ -63,10 +63,10 @@ class DDPM:
 
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
-        """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep. Raises ValueError if
+        """Return DiT's schedule, with every timestep's sigma / alpha multiplied by ``shift``. Raises ValueError if
         ``T`` <= 20.
 
-        [B] eq. 4 uses d / 64 for pictures of d pixels per side. ``shift_times`` is the equivalent for flow."""
+        [B] eq. 4 uses the shift d / 64 for pictures of d pixels per side."""
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
             return linear
@@ -87,8 +87,8 @@ class DDPM:
         alphas_cumprod = torch.cumprod(1 - betas, 0)
         previous = torch.cat((torch.ones_like(betas[:1]), alphas_cumprod[:-1]))
         variance = betas * (1 - previous) / (1 - alphas_cumprod)
-        # At t = 0, the posterior variance is 0 and has no log. Use the value at t = 1, as [N]'s code does, or beta (the
-        # upper bound) in a schedule of one step.
+        # At t = 0, the posterior variance is 0 and has no log. As in [N]'s code, use the value at t = 1. In a schedule
+        # of one step, use beta, the upper bound.
         variance[0] = variance[1] if len(betas) > 1 else betas[0]
         return cls(
             betas=betas,
@@ -112,15 +112,14 @@ class DDPM:
         return self._keeping(torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu"))
 
     def respaced_by_noise(self, num_steps: int) -> "DDPM":
-        """Return this schedule at ``num_steps`` timesteps, with both ends, evenly spaced in log(sigma / alpha) if
-        possible. DPM-Solver needs this spacing, in which no step is much longer than the one before (Lu et al. 2022).
-        Raises ValueError unless 1 <= num_steps <= n."""
+        """Return this schedule at ``num_steps`` timesteps, with both ends, spaced as evenly as possible in log(sigma /
+        alpha). DPM-Solver needs this spacing (Lu et al. 2022). Raises ValueError unless 1 <= num_steps <= n."""
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
         logs = torch.logit(self.alphas_cumprod)
         even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
         nearest = (even[:, None] - logs).abs().argmin(1)
-        # Near the data, several values may round to one timestep. Move duplicates to the next timesteps.
+        # Near the data, several values may round to one timestep, so move duplicates to the next timesteps.
         order = torch.arange(num_steps, device="cpu")
         distinct = (nearest - order).cummax(0).values + order
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
@@ -169,15 +168,16 @@ class DDPM:
         return self._at("sqrt_ac", t, x0) * x0 + self._at("sqrt_1m_ac", t, x0) * noise
 
     def predict_x0(self, xt: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """Return the x_0 that x_t and its noise ``eps`` imply: ``q_sample`` solved for x0."""
+        """Return the x_0 for which x_t has the noise ``eps``."""
         return self._at("sqrt_recip_ac", t, xt) * xt - self._at("sqrt_recip_ac_m1", t, xt) * eps
 
     def velocity(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Return alpha noise - sigma x_0, the derivative of x_t by the angle arctan(sigma / alpha), [S] appendix D."""
+        """Return the velocity alpha noise - sigma x_0, the derivative of x_t by the angle arctan(sigma / alpha), [S]
+        appendix D."""
         return self._at("sqrt_ac", t, x0) * noise - self._at("sqrt_1m_ac", t, x0) * x0
 
     def eps_of_velocity(self, xt: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
-        """Return the noise that x_t and its velocity imply: ``q_sample`` and ``velocity`` solved for noise."""
+        """Return the noise for which x_t has this velocity."""
         return self._at("sqrt_1m_ac", t, xt) * xt + self._at("sqrt_ac", t, xt) * velocity
 
     def noise_level(self, t: Tensor) -> Tensor:
@@ -190,8 +190,8 @@ class DDPM:
         return mean, self._at("min_log_var", t, xt)
 
     def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
-        """Return the log variance for a variance output ``v``, with v's shape: log beta-tilde at -1, log beta at 1. The
-        formula is [N] eq. 15."""
+        """Return the log variance for a variance output ``v``, with v's shape, by [N] eq. 15. It is log beta-tilde at v
+        = -1 and log beta at v = 1."""
         frac = (v + 1) / 2
         return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
 
@@ -233,8 +233,8 @@ class DDPMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EpsModel:
-    """Converts a velocity ``model`` to one of eps, float32 at least, by the full ``schedule``. It passes a variance
-    on."""
+    """Converts a velocity ``model`` to an eps model, float32 at least, by the full ``schedule``. A variance output
+    is unchanged."""
 
     model: Model
     schedule: DDPM
@@ -279,9 +279,7 @@ def training_loss(
     ``prediction``.
 
     In the hybrid loss, the variational bound trains only the variance, because the mean is detached. As in Meta's DiT,
-    the bound is in bits, averaged over dimensions, and its term at the random t has weight 1: 1000 (terms) times [N]'s
-    0.001.
-    """
+    the bound is in bits per dimension, and its term at t has weight 1."""
     if prediction not in PREDICTIONS:
         raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction}")
     if not x0.shape == xt.shape == noise.shape:
@@ -302,8 +300,8 @@ def training_loss(
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
     """Return weights (B,) float32 for the prediction's squared error, so that x_0's squared error gets the weight
-    min(SNR, gamma), see [M] sec. 3.4. With SNR = alpha^2 / sigma^2, the squared error of eps is SNR times x_0's, and
-    the velocity's is SNR + 1 times x_0's."""
+    min(SNR, gamma), [M] sec. 3.4. SNR is alpha^2 / sigma^2. The squared error of eps is SNR times x_0's, and the
+    velocity's is SNR + 1 times x_0's."""
     snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
@@ -322,8 +320,8 @@ def prepare(schedule: DDPM, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
 
 
 def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
-    """Return one term of the variational bound for each sample, (B,), in bits per dimension: KL(q || p) for t > 0, and
-    -log p(x_0 | x_1) for t = 0 (equations 4 to 6 of [N])."""
+    """Return each sample's term of the variational bound, (B,), in bits per dimension: KL(q || p) for t > 0, and -log
+    p(x_0 | x_1) for t = 0 ([N] eq. 4 to 6)."""
     true_mean, true_log_variance = schedule.posterior(x0, xt, t)
     mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
     log_variance = schedule.learned_log_variance(v, t)
@@ -341,11 +339,11 @@ def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance
 def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """Return -log of the normal distribution's mass on each element's bin x +- 1/255, in nats ([H] eq. 13).
 
-    All shapes are equal. The outermost bins reach to infinity. As in Meta's DiT, these bins (8-bit pixels scaled to
-    [-1, 1]) also serve for latents."""
+    All shapes are equal. The outermost bins reach to infinity. The bins are meant for 8-bit pixels in [-1, 1]. As in
+    Meta's DiT, they also serve for latents."""
     centered = x - mean
     first, last = x < -0.999, x > 0.999
-    # By symmetry, evaluate every bin left of the mean. Right of it, the CDFs' difference would vanish beyond 5.5 sigma.
+    # By symmetry, compute every bin left of the mean. Far right of the mean, the CDFs' difference would round to 0.
     left = torch.where(first, centered, torch.where(last, -centered, -centered.abs()))
     inv_std = torch.exp(-0.5 * log_variance)
     below = torch.where(first | last, 0.0, _normal_cdf(inv_std * (left - 1 / 255)))
@@ -353,8 +351,8 @@ def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
 
 
 def _normal_cdf(z: Tensor) -> Tensor:
-    """Approximate the normal CDF as guided-diffusion does (error < 2e-4), so that losses match Meta's DiT. (1 +
-    tanh(u)) / 2 is written as sigmoid(2u) to keep precision in the lower tail."""
+    """Approximate the normal CDF as guided-diffusion does (error < 2e-4). sigmoid(2u) = (1 + tanh(u)) / 2 keeps
+    precision in the lower tail."""
     return torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z**3))
 
 
@@ -415,7 +413,7 @@ class DDPMObjective(Objective):
         return EpsModel(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the weights of x and of the output in eps: (0, 1), or (sigma, alpha) for v-prediction."""
+        """Return eps as a weighted sum: the output itself or, for v-prediction, sigma x + alpha output."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]
@@ -426,7 +424,7 @@ class DDPMObjective(Objective):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        # A shift changes the timesteps' noise levels, and so the meaning of the network's input.
+        # A shift changes the timesteps' noise levels, so it changes the meaning of the network's input.
         shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}
         return {**super().predicts, "prediction": self.prediction, **shifted}
 

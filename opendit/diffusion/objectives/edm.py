@@ -3,8 +3,8 @@
     [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models", 2022
 
 x = x_0 + sigma noise. The denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise), with the network F ([K] eq. 7
-and table 1). [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all noise levels of sampling, but timestep embeddings
-are designed for a span of 1000. Therefore the network gets 1000 c_noise, from -1554 to 1095.
+and table 1). The network gets 1000 c_noise, from -1554 to 1095, because timestep embeddings are designed for a span of
+1000. [K]'s c_noise, ln(sigma) / 4, spans only 2.6.
 """
 
 import math
@@ -21,7 +21,7 @@ from opendit.diffusion.samplers import LinearForm, Model, Trajectory, as_rows, a
 
 SETTINGS = DESCRIPTIONS["edm"].settings
 
-NOISE_SCALE = 250.0  # the network's time per unit of ln(sigma)
+NOISE_SCALE = 250.0  # the network's time is this times ln(sigma)
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0  # for sampling, [K] table 1
 
 
@@ -48,8 +48,8 @@ def sigmas_of(timestep: Tensor) -> Tensor:
 
 
 def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
-    """Return D(x; sigma), [K] eq. 7, for x (B, C, ...) and sigma (B,), in x's shape, float32 at least. ``model`` is the
-    network F, called with c_in x and 1000 c_noise (B,). Raises ValueError if its output has another shape."""
+    """Return the denoiser's D(x; sigma), [K] eq. 7, in x's shape, float32 at least. x: (B, C, ...). sigma: (B,). model:
+    the network F, called with c_in x and 1000 c_noise (B,). Raises ValueError if the output has another shape."""
     scale = torch.rsqrt(sigma**2 + sigma_data**2)
     skip, out = (sigma_data * scale) ** 2, sigma * sigma_data * scale
     output = model(as_rows(scale, x) * x, network_times(sigma).to(x.dtype))
@@ -108,7 +108,7 @@ class EDMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EDMObjective(Objective):
-    """EDM. mean, std: of ln(sigma) in training. sigma_data: the data's standard deviation."""
+    """EDM. mean, std: parameters of ln(sigma) in training. sigma_data: the data's standard deviation."""
 
     name: ClassVar[str] = "edm"
     preview_sampler: ClassVar[str] = "heun"
@@ -126,10 +126,10 @@ class EDMObjective(Objective):
         return log_normal_sigmas(u, self.mean, self.std)
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F. ``t`` is sigma.
+        """Return c_in (x_0 + sigma noise), the network's time in float32, and F's target. ``t`` is sigma.
 
-        To avoid cancellation at small sigma, the target (x_0 - c_skip x) / c_out ([K] eq. 8) is computed as c_in (sigma
-        x_0 / sigma_data - sigma_data noise)."""
+        The target (x_0 - c_skip x) / c_out ([K] eq. 8) equals c_in (sigma x_0 / sigma_data - sigma_data noise). This
+        form avoids cancellation at small sigma."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(t.shape)} don't fit")
         x0, noise, sigma = at_least_float32(x0), at_least_float32(noise), t
@@ -139,8 +139,8 @@ class EDMObjective(Objective):
         return Prepared(x, network_times(sigma).float(), EDMContext(target))
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the mean squared error of F's ``output`` (B, C, ...) for each sample, [K] eq. 8. It equals the error
-        of D(x; sigma) times lambda(sigma), because lambda = 1 / c_out^2 in table 1."""
+        """Return each sample's mean squared error of F's ``output`` (B, C, ...), [K] eq. 8. It equals D's error times
+        lambda(sigma), because lambda = 1 / c_out^2."""
         (target,) = prepared.context
         return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
 

@@ -10,8 +10,8 @@
 x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predicts the velocity dx_t/dt = noise - x_0
 ([E] eq. 13). The network's time is 1000 t, the range of timestep embeddings.
 
-The squared error of the implied x_0 has the weight 1/t^2. With eps-prediction, the weight is the signal-to-noise ratio:
-close to 0 at high noise. So flow learns much sooner what high-noise steps determine, such as a clip's subject.
+The squared error of the implied x_0 has the weight 1/t^2. With eps-prediction, the weight is the signal-to-noise ratio,
+which is close to 0 at high noise. So flow learns coarse features, such as a clip's subject, much sooner.
 
 With ``prediction`` "x", the network predicts x_0. The network may then be narrower than the number of values in a patch
 ([J] sec. 3). The loss is the squared error of the velocity (x_t - x_0) / t, with t clamped to at least LEAST_TIME ([J]
@@ -39,7 +39,7 @@ PREDICTED = SETTINGS["prediction"].bounds["choices"]
 TIME_SCALE = 1000.0  # the network's time at t = 1
 LEAST_TIME = 0.05  # lower bound of t in the velocity (x_t - x_0) / t
 EMPIRICAL_STEPS = 50  # default number of steps in FLUX.2's pipelines
-MOST_GROWTH = 50.0  # limit of |ln(shift)| from ``shift_growth``, far beyond practical values
+MOST_GROWTH = 50.0  # limit of |ln(shift)| from ``shift_growth``
 
 
 def uniform_times(u: Tensor) -> Tensor:
@@ -61,8 +61,8 @@ TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "
 
 
 def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
-    """Shift times towards the noise; a shift of 1 changes nothing. In [E] eq. 23, pictures that grow from n to m pixels
-    get the shift sqrt(m / n)."""
+    """Shift times towards the noise, [E] eq. 23; a shift of 1 changes nothing. In [E], m pixels instead of n need the
+    shift sqrt(m / n)."""
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -80,8 +80,8 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 def empirical_shift(tokens: int, steps: int) -> float:
     """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``).
 
-    At 10 and at 200 steps, ln(shift) is linear in the number of tokens. It is linear in the number of steps, but above
-    4300 tokens it stays at the value for 200 steps."""
+    ln(shift) is linear in the number of steps. Its values at 10 and at 200 steps are linear in the number of tokens.
+    Above 4300 tokens, ln(shift) is the value at 200 steps for any number of steps."""
     most = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return math.exp(most)
@@ -98,7 +98,7 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 class FlowContext(NamedTuple):
     """Inputs of the loss besides x_t and the network's time. target: (B, C, ...), the output's target, float32 at
-    least. weight: (B,), the weight of each sample's squared error."""
+    least. weight: (B,), each sample's weight for the squared error."""
 
     target: Tensor
     weight: Tensor
@@ -126,7 +126,7 @@ def network_times(t: Tensor) -> Tensor:
 def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None, shifted_end: bool = False) -> Tensor:
     """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64.
 
-    terminal: from two steps on, stretch the times so that the last nonzero time is ``terminal`` (Qwen-Image, LTX).
+    terminal: with two or more steps, stretch the times so that the last nonzero time is ``terminal`` (Qwen-Image, LTX).
     shifted_end: before the shift, space the nonzero times evenly from 1 to shift_times(1/1000) (Stable Diffusion 3)."""
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     if shifted_end:
@@ -142,11 +142,10 @@ def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None
 def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the times of diffusers' UniPC for flows, and the network's times, each (``steps`` + 1,) float64.
 
-    Times are spaced evenly from 1 to 1/1000 and shifted. The first is replaced by 1 - 1e-6, so that lambda = ln((1 - t)
-    / t) is finite, and the last by 0. All are rounded to float32. The network's times are 1000 t, rounded down to
-    integers.
-    """
-    # in numpy.linspace's order of operations, for equal rounding
+    Times are spaced evenly from 1 to 1/1000 and shifted. Then the first is set to 1 - 1e-6, so that lambda = ln((1 - t)
+    / t) is finite, and the last to 0. All are rounded to float32. The network's times are 1000 t, rounded down to
+    integers."""
+    # the order of operations in numpy.linspace, for equal rounding
     t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1
     t = shift_times(t, shift)
     t[0] = 1 - 1e-6
@@ -155,12 +154,12 @@ def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def noise_level(t: float) -> float:
-    """Return the noise level sigma, the ratio of noise to signal in x_t. It is infinite at t = 1."""
+    """Return the noise level sigma, the ratio of noise to signal in x_t; infinite at t = 1."""
     return t / (1 - t) if t < 1 else math.inf
 
 
 class FlowTrajectory(Trajectory):
-    """The trajectory of rectified flow over ``times``, (n + 1,), descending. x at time 1 is ``noise_scale`` times
+    """The trajectory of rectified flow over ``times``, (n + 1,), descending. At time 1, x is ``noise_scale`` times
     noise. A ``point`` is the network's time, (B,) float32: 1000 t, or from ``network_times`` (n + 1,). The model
     returns the velocity dx/dt, (B, C, ...), or x_0 with ``predicts_x``."""
 
@@ -196,8 +195,8 @@ class FlowTrajectory(Trajectory):
 
 
 class SigmaTrajectory(FlowTrajectory):
-    """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. sigmas: (n + 1,), descending, above
-    0. x equals (1 + sigma) times the flow's x_t at t = sigma / (1 + sigma)."""
+    """A trajectory with x = x_0 + sigma noise and sigma as time, [K] eq. 1, for a flow network. sigmas: (n + 1,),
+    descending, above 0. x equals (1 + sigma) times the flow's x_t at t = sigma / (1 + sigma)."""
 
     def __init__(self, sigmas: Tensor):
         super().__init__(sigmas / (1 + sigmas))
@@ -228,7 +227,7 @@ class FlowObjective(Objective):
         prediction: the network's output: "v" for the velocity, "x" for x_0.
         noise_scale: s in x_t = (1 - t) x_0 + t s noise.
         min_snr: gamma of [H]. Squared errors of x_0 get the weight min(SNR, gamma) instead of 1 / t^2.
-        contrast: weight of the term in [C] eq. 6; it increases the distance to another sample's velocity.
+        contrast: weight of the term in [C] eq. 6, which increases the distance to another sample's velocity.
         shift_tokens: samples of m tokens get shift * sqrt(m / shift_tokens) ([E] eq. 23), so clips get more noise than
             pictures. None: one shift for all samples.
 
@@ -341,7 +340,7 @@ class FlowObjective(Objective):
 
     @property
     def share(self) -> float:
-        """Fraction of the training times that would lie between ``least`` and ``most`` without these limits."""
+        """Fraction of the unbounded training times that lie between ``least`` and ``most``."""
         whole, ends = replace(self, least=None, most=None), (self.least or 0.0, 1.0 if self.most is None else self.most)
         low, high = share_below(whole.times_at, torch.tensor(ends, dtype=torch.float64)).tolist()
         return abs(high - low)
@@ -368,12 +367,12 @@ class FlowObjective(Objective):
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        # ``of_x`` is the weight of x_0's squared error. That error is t^2 times the velocity's.
+        # ``of_x`` is for x_0's squared error, which is t^2 times the velocity's.
         return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample. Before the weighting,
-        ``contrast`` times the mean squared error against ``other`` is subtracted."""
+        """Return each sample's weighted mean squared error of ``output`` (B, C, ...). With ``contrast``, the mean
+        squared error against ``other``, times ``contrast``, is first subtracted."""
         target, weight, *others = prepared.context
         if output.shape != target.shape:
             shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
@@ -413,14 +412,14 @@ OBJECTIVE = FlowObjective
 
 
 class PublishedSchedule(NamedTuple):
-    """The objective and the sampler of a public model's pipeline. If the shift depends on the number of tokens,
-    ``objective.for_tokens`` computes it."""
+    """The objective and the sampler of a public model's pipeline. If the shift depends on the number of tokens, call
+    ``objective.for_tokens``."""
 
     objective: FlowObjective
     sampler: str
 
 
-# Settings with only one supported value, the default in diffusers 0.42.1.
+# Settings with only one supported value: the default in diffusers 0.42.1.
 ALWAYS = {"num_train_timesteps": 1000}
 CURVES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
 EULER_ONLY = {**ALWAYS, **CURVES, "invert_sigmas": False, "stochastic_sampling": False}
@@ -462,8 +461,7 @@ def published_schedule(config: Mapping[str, Any], shifted_end: bool = False, kar
 
     FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) gets its times from the pipeline, evenly spaced from 1
     to 1 / steps. UniPCMultistepScheduler (Wan) must have ``use_flow_sigmas`` on. Raises ValueError for a setting that
-    is not supported. Unknown settings (of newer versions) are accepted if they are off.
-    """
+    is not supported. Unknown settings of newer versions are accepted if they are off."""
     name = config.get("_class_name")
     if name not in READERS:
         raise ValueError(f"_class_name {name!r}: not supported; give {' or '.join(READERS)}")
@@ -494,7 +492,7 @@ def _euler(config: Mapping[str, Any]) -> PublishedSchedule:
         return PublishedSchedule(FlowObjective(_shift(config, "shift"), **common), "euler")
     if (law := config.get("time_shift_type", "exponential")) != "exponential":
         raise ValueError(f"time_shift_type {law!r}: not supported; give 'exponential'")
-    # mu is linear in the number of tokens, as in the pipelines' calculate_shift. The shift is e^mu.
+    # As in the pipelines' calculate_shift, the shift is e^mu, and mu is linear in the number of tokens.
     least, most = (_number(config, key, mu) for key, mu in (("base_shift", 0.5), ("max_shift", 1.15)))
     for key, mu in (("base_shift", least), ("max_shift", most)):
         if abs(mu) > 10:

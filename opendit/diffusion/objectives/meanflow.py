@@ -34,8 +34,8 @@ SMALLEST = 1e-3  # added to the squared error before it divides a sample's gradi
 
 
 class Network(Protocol):
-    """The network as called by ``MeanFlowObjective.complete``, without gradients. x: some of the micro-batch's samples.
-    rows: the samples' indices in the micro-batch."""
+    """The network for ``MeanFlowObjective.complete``, without gradients. x: some of the micro-batch's samples. rows:
+    these samples' indices in the micro-batch."""
 
     dropped: Tensor  # (B,) bool: True for samples with the null condition
 
@@ -51,8 +51,8 @@ class Network(Protocol):
 
 
 class MeanFlowContext(NamedTuple):
-    """Inputs of the loss besides x_t and the network's time. target: (B, C, ...). interval: (B,), t - r. The target is
-    noise - x_0 until :meth:`MeanFlowObjective.complete` replaces it."""
+    """Inputs of the loss besides x_t and the network's time. interval: (B,), t - r. target: (B, C, ...), noise - x_0
+    until :meth:`MeanFlowObjective.complete` replaces it."""
 
     target: Tensor
     interval: Tensor
@@ -61,14 +61,14 @@ class MeanFlowContext(NamedTuple):
 def network_times(t: Tensor, interval: Tensor) -> Tensor:
     """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32. The model adds the embeddings of both.
 
-    Only t is positive, so the model can tell them apart. Times are not scaled by 1000 as in ``flow``, because that
-    would also scale the sinusoids' derivatives in du/dt."""
+    Only t is positive, so the model can distinguish the two. Times are not scaled by 1000 as in ``flow``, because that
+    would also scale the derivatives in du/dt."""
     return torch.stack((t, -1 - interval), 1).to(torch.float32)
 
 
 class MeanFlowTrajectory(FlowTrajectory):
-    """The trajectory of MeanFlow. A ``point`` is t, (B,). The model gets t and the step's length, (B, 2). It returns
-    the mean velocity over the step, so Euler's method is exact."""
+    """The trajectory of MeanFlow. A ``point`` is t, (B,). The model gets t and the step's length, (B, 2), and returns
+    the mean velocity over the step. So Euler's method is exact."""
 
     def __init__(self, times: Tensor):
         super().__init__(times, times)
@@ -86,10 +86,11 @@ class MeanFlowTrajectory(FlowTrajectory):
 
 @dataclass(frozen=True)
 class MeanFlowObjective(Objective):
-    """Improved MeanFlow. mean, std: of the logits of t and r. share: fraction of samples with r < t; others have r = t.
+    """Improved MeanFlow. mean, std: parameters of the logits of t and r. share: fraction of samples with r < t; others
+    have r = t.
 
-    guidance: w in the module's docstring; 1 means no guidance. power: exponent p of the squared error that divides a
-    sample's gradient."""
+    guidance: w in the module's docstring; 1 means no guidance. power: a sample's gradient is divided by its squared
+    error to this power."""
 
     name: ClassVar[str] = "meanflow"
     preview_sampler: ClassVar[str] = "euler"
@@ -146,14 +147,15 @@ class MeanFlowObjective(Objective):
         return prepared._replace(context=MeanFlowContext(target, interval))
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the squared error of ``output`` (B, C, ...). Its gradient is divided by error ** ``power``."""
+        """Return each sample's squared error of ``output`` (B, C, ...). Its gradient is divided by error **
+        ``power``."""
         target, _ = prepared.context
         if output.shape != target.shape:
             shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        # the value of ``error``, with the gradient of ``weighted``
+        # the value is ``error``, the gradient is that of ``weighted``
         return error.detach() + weighted - weighted.detach()
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
