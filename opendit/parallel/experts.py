@@ -1,9 +1,7 @@
 """Expert parallelism (EC-DiT): ranks have different experts of every block. See docs/parallelism.md.
 
-The ranks of the group ``ep`` divide the experts. Tokens are sent to the ranks of the experts that chose them. A rank
-computes its experts' gradient from the tokens of all ranks of ``ep``.
-
-The ranks of the group ``ep_shard`` have the same experts and divide their weights. Calling a block gathers the weights.
+The ranks of the group ``ep`` divide the experts. Each token is sent to the experts that have chosen it. The ranks of
+the group ``ep_shard`` have equal experts and divide the weights. The weights are gathered when a block is called.
 """
 
 import functools
@@ -31,14 +29,12 @@ STACKS = ("expert_fc1", "expert_fc2")
 
 
 def expert_group(mesh: Mesh) -> Group | None:
-    """Return this rank's ``ep`` group. None without expert parallelism, or if tensor-parallel ranks divide the
-    experts."""
+    """Return this rank's ``ep`` group. Return None if no ranks, or tensor-parallel ranks, divide the experts."""
     return Group.of(mesh.group("ep")) if mesh.dims.ep > 1 and mesh.tp_size == 1 else None
 
 
 def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
-    """Raise ValueError if this size of expert parallelism does not work with the model. The message names sizes that
-    work."""
+    """Raise ValueError unless the experts and their weights can be divided evenly. The message suggests other sizes."""
     check_divisible(config, "ep", dims.ep)
     shards = dims.size("ep_shard")
     for name, weights in _stacks(config).items() if dims.ep > 1 else ():
@@ -79,9 +75,9 @@ def _expert_mlps(model: DiT) -> list[ExpertMlp]:
 def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torch.dtype) -> set[nn.Parameter]:
     """Divide this rank's stacks of experts among the ranks of ``ep_shard``, as flat and even shards, in place.
 
-    Call this function on all ranks, after :func:`divide_among`. Blocks gather the stacks in ``dtype``. Gradients are
-    summed in ``reduce_dtype``. Return the stacks' parameters, or an empty set if experts are not divided. New
-    parameters have no values yet.
+    Call this function on all ranks, after :func:`divide_among`. Stacks are gathered in ``dtype``. Gradients are summed
+    in ``reduce_dtype``. Return the stacks' parameters, or an empty set if experts are not divided. New parameters are
+    uninitialised.
     """
     if expert_group(mesh) is None:
         return set()
@@ -107,7 +103,7 @@ class Sharing:
     """Settings of :func:`shard_experts`."""
 
     shards: Group | None  # the ranks that divide the weights; None if this rank has full weights
-    copies: dist.ProcessGroup | None  # the ranks with copies of this rank's shard
+    copies: dist.ProcessGroup | None  # the ranks with the same shard
     averaged: int  # number of ranks that average their losses
     dtype: torch.dtype  # dtype of gathered weights
     reduce_dtype: torch.dtype  # dtype of summed gradients
@@ -118,8 +114,8 @@ def _weights(mlp: ExpertMlp, shapes: tuple[tuple[int, ...], ...], how: Sharing) 
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the full stack from its shards. The backward pass sums the gradient over the ranks with these experts,
-    and divides by ``averaged``."""
+    """Gathers a stack of experts. The backward pass sums the gradient over the ranks with these experts, and divides by
+    ``averaged``."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, shape: tuple[int, ...], how: Sharing) -> Tensor:

@@ -32,8 +32,8 @@ class Sharding:
 
     dtype: torch.dtype = torch.float32  # dtype of gathered weights and of frozen shards; other shards are not cast
     reduce_dtype: torch.dtype = torch.float32  # dtype in which gradients are summed over ranks
-    keep_gathered: bool = True  # True to free gathered weights only after the backward pass, with ZeRO-2's traffic
-    keep_gradients: bool = True  # True to reduce gradients only in the last backward pass of a step
+    keep_gathered: bool = True  # False to free gathered weights after the forward pass, and to gather them again
+    keep_gradients: bool = True  # True to reduce gradients only in a step's last backward pass
     gather_float8: bool = False  # True to gather the weights of float8_weights() in float8, with equal results
     hosted: int = 0  # number of blocks with shards in host memory
 
@@ -41,12 +41,11 @@ class Sharding:
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     """Shard the parameters of ``model`` with ``fully_shard``, in place.
 
-    The ranks of the group ``fsdp`` divide every parameter along dimension 0. Weights of a unit are gathered while the
-    preceding unit computes. Gathered weights are freed after each call, or with ``keep_gathered`` after the backward
-    pass. Divided experts are gathered separately (``opendit.parallel.experts``). Each block computes its modulation
+    The ranks of the group ``fsdp`` divide every parameter along dimension 0. A unit's weights are gathered while the
+    preceding unit computes. ``opendit.parallel.experts`` gathers divided experts. Each block computes its modulation
     when called, because the block's weights exist only then.
     """
-    # The import takes 0.5 s. Sampling does not need it.
+    # imported here, because the import takes 0.5 s and sampling does not need it
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
@@ -68,7 +67,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     for module in called:
         fully_shard(module, **settings)
     model.modulate_in_blocks = True
-    # Parameters outside of all units are used at both ends of each pass, so they stay gathered.
+    # Both ends of a pass use the parameters outside of all units, so these parameters stay gathered.
     settings["reshard_after_forward"] = False
     fully_shard(model, **settings)
     ahead = AHEAD if sharding.hosted else PREFETCHED
@@ -97,20 +96,21 @@ def float8_weights(model: DiT) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ gathering in float8
 #
-# FSDP2 calls two methods of a shard, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, if they exist. FSDP2 expects
-# them in a subclass of Tensor. Here they are attributes of the shard. The shard stays an ordinary fp32 tensor, so all
-# other code works unchanged.
+# If a shard has the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2 calls them. Here they are
+# attributes of an ordinary fp32 tensor, so all other code works unchanged.
 #
-# The gathered tensor has this rank's rows in e4m3, half as many bytes as bf16. :meth:`Float8Shards.refresh` computes
-# the rows whenever the shards have changed, so a step quantises only once.
+# Ranks send their rows in e4m3, with half the bytes of bf16. :meth:`Float8Shards.refresh` quantises the shards once in
+# a step.
 
 
 class Float8Shards:
-    """Float8 copies of this rank's shards of some weights, for FSDP2 to gather.
+    """Float8 copies of this rank's shards, for FSDP2 to gather.
 
-    ``model`` must be sharded, with memory for its shards. ``dtype`` is the dtype of the forward pass. Weights are
-    rounded to ``dtype`` before quantisation, as without float8 gathering. ``group``: ranks that divide one copy of the
-    model.
+    Args:
+        model: sharded model, with memory for its shards.
+        names: names of the weights.
+        dtype: dtype of the forward pass. Weights are rounded to it before quantisation.
+        group: ranks that divide one copy of the model.
     """
 
     @torch.no_grad()
@@ -135,8 +135,7 @@ class Float8Shards:
             weight._init_extensions()  # let FSDP2 search for the methods again
 
     def refresh(self) -> None:
-        """Quantise the shards again after a change, with one scale for each full weight. Call on all ranks of the
-        group."""
+        """Quantise the shards again after a change. Call on all ranks of the group."""
         amax = self._quantizer.amax()
         if self._group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
@@ -164,18 +163,18 @@ class _Gathered:
         data = gathered[0].view(E4M3)[: self._length]
         if out is None:
             return Float8Weight(Float8(data, self._descale), dtype), ()
-        # FSDP2 gathers into the same memory every time. ``out`` is a view of it.
+        # ``out`` is a view of the memory into which FSDP2 gathers every time
         assert out.float8.data.data_ptr() == data.data_ptr(), "FSDP2 has gathered a weight to another place"
 
 
 # ------------------------------------------------------------------------------------------ shards in host memory
 #
-# --offload blocks[:N] stores a rank's shards of N blocks in page-locked host memory. To gather a block's weights, FSDP2
-# first copies every rank's shard to the device. The copy starts up to AHEAD blocks early, on a side stream. Reduced
-# gradients of trained weights are copied to the host, and the optimizer's kernels update the masters there.
+# --offload blocks[:N] stores the shards of N blocks in page-locked host memory. FSDP2 copies a block's shards to the
+# device before it gathers them. The copy starts up to AHEAD blocks early, on a side stream. Reduced gradients are
+# copied to the host, and the optimizer's kernels update the masters there.
 #
-# FSDP2's CPUOffloadPolicy moves all parameters of a unit, and updates on the CPU. This module sets the policy's
-# attributes for single parameters. So LoRA's weights can stay on the device, and a GPU computes the update.
+# FSDP2's CPUOffloadPolicy would move all parameters of a unit, and update them on the CPU. This module sets the
+# policy's attributes for single parameters. So LoRA's weights stay on the device, and a GPU computes the update.
 
 
 def hosted_parameters(model: Any, count: int) -> list[str]:
@@ -189,8 +188,8 @@ def hosted_parameters(model: Any, count: int) -> list[str]:
 
 @torch.no_grad()
 def move_to_host(model: nn.Module, names: list[str], device: torch.device) -> None:
-    """Move the shards of these parameters to host memory, page-locked if the device is a GPU. ``model`` must be
-    sharded. The parameters become new DTensors with equal values, or without values on the meta device."""
+    """Move the shards of these parameters to host memory, page-locked if ``device`` is a GPU. ``model`` must be
+    sharded. The parameters become new DTensors. Values are copied, except from the meta device."""
     parameters = dict(model.named_parameters())
     wanted = {id(parameters[name]) for name in names}
     moved = [managed for managed in managed_parameters(model) if id(managed.sharded_param) in wanted]
@@ -210,7 +209,7 @@ def move_to_host(model: nn.Module, names: list[str], device: torch.device) -> No
 
 
 def managed_parameters(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's internal object (FSDPParam) of each parameter of the model."""
+    """Yield FSDP2's internal object (FSDPParam) for each parameter of the model."""
     from torch.distributed.fsdp import FSDPModule  # imported here, because the import takes 0.5 s
 
     for unit in model.modules():

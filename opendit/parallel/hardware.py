@@ -1,10 +1,8 @@
-"""Hardware models for the cost models: rates of a card, and of the links between cards and between machines.
+"""Rates of cards and links, for the cost models. This module does not need torch.
 
-:data:`H200` has rates measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). The other cards' rates are
-estimates: the H200's rates, scaled by the ratios of the data sheets. ``python -m opendit.cli.links`` measures the
-current machines and writes a file. The file takes precedence over these rates.
-
-This module does not need torch.
+:data:`H200` has rates measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). All other cards' rates are
+estimates: the H200's rates, scaled by ratios from the data sheets. ``python -m opendit.cli.links`` measures the rates
+of the current machines.
 """
 
 import json
@@ -34,8 +32,8 @@ class HardwareModel:
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12
     launch: float = 4e-6  # fixed seconds per matrix product
-    # FLOP/s of attention, divided by the size of a head (at most 128). Heads of 72 and 128 elements take equally long.
-    # Heads of up to 64 elements take the fraction ``small`` of the time. The backward pass has 2.5 times the FLOPs.
+    # FLOP/s of attention, divided by the size of a head (at most 128). The backward pass has 2.5 times the FLOPs. Heads
+    # of up to 64 elements take the fraction ``small`` of the time.
     attention: float = 5.1e12
     attention_backward: float = 4.35e12
     small: float = 0.69
@@ -56,11 +54,11 @@ class HardwareModel:
     copies: float = 270 * GIB  # bytes/s that copy engines transfer while matrix products run
     latency: float = 20e-6  # seconds, latency of a collective or of one hop of a ring
     barrier: float = 5e-6  # seconds, latency of an exchange through symmetric memory
-    # FastSeq: seconds for every other rank and direction, because of copies and smaller products
+    # FastSeq: seconds for copies and smaller products, for every other rank and direction
     part: float = 10e-6
     group: float = 40e-6  # seconds for each additional group of heads, forward and backward
-    tail: float = 0.03  # fraction of a wave of attention that is idle at the end of an additional group of heads
-    overlap: float = 0.3  # fraction of a collective that concurrent computation of the same length hides
+    tail: float = 0.03  # idle fraction of an attention wave at the end of each additional group of heads
+    overlap: float = 0.3  # hidden fraction of a collective that runs during computation
     host_link: float = 100e9  # bytes/s between a card and its host, sum of both directions
     # -------------------------------------------------------------------------------------- links between machines
     node_link: float = 40 * GIB  # bytes/s that a rank receives from other machines: 400 Gbit/s a card, assumed
@@ -104,8 +102,8 @@ CARDS = {
 
 
 def of_card(name: str) -> HardwareModel | None:
-    """Return the hardware model of a card, such as "NVIDIA A100-SXM4-80GB". None if the name contains no key of
-    :data:`CARDS`."""
+    """Return a card's hardware model; None if the name contains no key of :data:`CARDS`. name: for example "NVIDIA
+    A100-SXM4-80GB"."""
     found = next((card for card in CARDS if card.lower() in name.lower()), None)
     if found is None or found == "H200":
         return H200 if found else None
@@ -167,11 +165,11 @@ def _positive(*values) -> bool:
 
 
 def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, str]:
-    """Return the hardware model to use, and a line about its origin. Raises ValueError for an unknown card in ``asked``
-    and for an invalid file.
+    """Return (hardware model to use, line about its origin). Raises ValueError for an unknown card in ``asked``, and
+    for an invalid file.
 
     Args:
-        asked: value of --hardware (a card of :data:`CARDS`, a file, or None).
+        asked: value of --hardware: a key of :data:`CARDS`, a file, or None.
         card: name of this process's card, if any.
     """
     if asked is not None:

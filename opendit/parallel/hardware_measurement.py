@@ -36,7 +36,7 @@ ON_GPUS, ON_CPUS = Sizes(), Sizes(product=512, copied=16 << 20, shard=1 << 20, t
 
 
 class _Timer:
-    """Timer that returns the median time of repeated calls, in seconds, on the slowest rank of a mesh."""
+    """Measures the median time of repeated calls, in seconds, on the slowest rank."""
 
     def __init__(self, mesh: Mesh, trials: int):
         self.mesh, self.trials = mesh, trials
@@ -62,8 +62,8 @@ def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: 
     """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. Call on all ranks. Raises
     ValueError if the number of ranks is not a multiple of ``node``.
 
-    Some fields are not measured: launches, symmetric memory, overlap, and links that need more ranks. Their values come
-    from :func:`of_card`, or from the H200.
+    Fields for launches, symmetric memory, overlap and links of more ranks are not measured. Their values come from
+    :func:`of_card`, or from the H200.
     """
     world, cuda = mesh.world_size, mesh.device.type == "cuda"
     if world % node:
@@ -97,7 +97,7 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
     forward = timer(lambda: F.scaled_dot_product_attention(q, k, v))
     both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, grad))
     flops = 4 * sizes.heads * sizes.tokens**2  # FLOPs for each element of a head
-    # HardwareModel stores rates for long sequences. These factors convert the rates that are measured at this length.
+    # factors to convert rates at this length to rates at large lengths
     there, back = ((sizes.tokens + half) / sizes.tokens for half in (H200.attention_half, H200.attention_half_backward))
     return {
         "matmul": 2 * sizes.product**3 / timer(lambda: a @ b),
@@ -108,8 +108,8 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
 
 
 def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]:
-    """Measure the links of a machine: all-gathers in groups of neighbouring ranks. Measure all-to-alls and transfers to
-    the next rank only in the largest group."""
+    """Measure a machine's links: all-gathers in groups of neighbouring ranks, and in the largest group also all-to-alls
+    and transfers to the next rank."""
     world, gathers = mesh.world_size, []
     groups = [size for size in (2, 4, 8, 16) if node % size == 0]
     if node > 1 and node not in groups:

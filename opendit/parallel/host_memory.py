@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-# cudaHostRegisterPortable | cudaHostRegisterMapped: kernels can use the addresses that the memory has on the host.
+# cudaHostRegisterPortable | cudaHostRegisterMapped: kernels can use the memory's host addresses
 PORTABLE_AND_MAPPED = 3
 
 
@@ -21,8 +21,7 @@ class HostMemory:
     def __init__(self, numel: int, device: torch.device):
         # Not pin_memory=True, because torch's pinned allocator rounds up to powers of two: 10.8 GB would take 16 GiB.
         self.pages = Pages(-1, max(4 * numel, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # DONTFORK, because a fork would copy locked pages. HUGEPAGE, because huge pages are locked much faster. Not
-        # every system supports this advice.
+        # A fork would copy locked pages. Huge pages are locked much faster. Some systems do not support this advice.
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
             with contextlib.suppress(AttributeError, OSError):
                 self.pages.madvise(getattr(mmap, advice))
@@ -35,9 +34,8 @@ class HostMemory:
         self.pages.unlock()
 
     def take(self, like: Sequence[Tensor], start: int, multiple: int = 1) -> tuple[list[Tensor], int]:
-        """Return (tensors, end). The tensors are consecutive views of ``numbers`` with the shapes of ``like``, starting
-        at index ``start``. Each is padded to a multiple of ``multiple`` numbers. ``end`` is the index after the last
-        tensor and its padding."""
+        """Return (tensors, end). tensors: consecutive views of ``numbers`` from index ``start``, with the shapes of
+        ``like``. Each view is padded to a multiple of ``multiple`` numbers. end: the index after the last padding."""
         ends = list(accumulate((padded(tensor.numel(), multiple) for tensor in like), initial=start))
         parts = [
             self.numbers[first : first + tensor.numel()].view(tensor.shape)
@@ -51,8 +49,8 @@ def padded(size: int, multiple: int) -> int:
 
 
 class Pages(mmap.mmap):
-    """Memory mapping that can be page-locked, and is unlocked before it is freed. Otherwise the driver would consider
-    the pages locked forever, and new memory at that address could not be locked."""
+    """Memory mapping that can be page-locked, and is unlocked before it is freed. Otherwise new memory at the same
+    address could not be locked."""
 
     _address = 0
 
@@ -74,16 +72,15 @@ class Pages(mmap.mmap):
 
 
 class SideStream:
-    """Second stream for kernels that run concurrently with the current stream. The host does not wait. On a CPU, calls
-    are deferred until ``join``, so that CPU tests detect a missing wait."""
+    """Stream for kernels that run concurrently with the current stream. On a CPU, calls are deferred until ``join``, so
+    that CPU tests detect a missing wait."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._held: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call ``work`` with its kernels on the side stream. They start after all kernels that the current stream has
-        so far."""
+        """Call ``work`` with its kernels on the side stream. They start after all kernels enqueued so far."""
         if self._stream is None:
             self._held.append(work)
             return
@@ -121,16 +118,15 @@ class StreamedBlocks:
     recomputed in the backward pass, because a block's weights are valid only during its calls.
 
     The GPU has AHEAD + 1 slots, each with room for the largest streamed block. When a block is called, a side stream
-    begins to copy the next AHEAD blocks, or in the backward pass the previous ones. The device waits for the called
-    block's weights; the host never waits.
+    begins to copy the next AHEAD blocks, or in the backward pass the previous blocks. The host never waits.
 
-    Copies can be recorded in a CUDA graph. A recorded pass copies every block, because the slots' content at a replay
-    is unknown. After a recording, all passes copy every block.
+    Copies can be recorded in a CUDA graph. During and after a recording, a pass copies every block, because the slots'
+    contents are unknown.
 
     Attributes:
         deferred: on a CPU, True copies a block as late as possible, False as early as possible. Tests compare both.
         copied: number of copies begun.
-        recordable: True if the backward pass reaches the first streamed block, and so waits for all copies.
+        recordable: True if every backward pass waits for all copies, because it reaches the first streamed block.
     """
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
@@ -190,8 +186,8 @@ class StreamedBlocks:
             self._forget()
 
     def _hook(self, number: int, of_block: bool) -> Callable[..., None]:
-        """Return a hook to run before a block and before each module in the block. Modules need the hook because
-        sampling calls modulations without the block."""
+        """Return a hook to run before a block or a module in the block. Modules need the hook because sampling calls
+        modulations outside the block."""
 
         def use(*_: Any) -> None:
             if of_block or self._last != number or number not in self._holds:
@@ -216,8 +212,8 @@ class StreamedBlocks:
                 self._begin(other)
 
     def _begin(self, number: int) -> None:
-        """Begin to copy a block into its slot, unless the slot already has the block. The copy runs after all kernels
-        enqueued so far."""
+        """Begin to copy a block into its slot, unless the slot has this block. The copy waits for all kernels enqueued
+        so far."""
         slot = number % len(self.slots)
         if self._holds[slot] == number:
             return
@@ -238,7 +234,7 @@ class StreamedBlocks:
 
 
 def blocks_of(sizes: Sequence[int], count: int) -> tuple[int, int]:
-    """Return (bytes in host memory, bytes of the GPU's slots) for ``count`` streamed blocks. sizes: each block's
-    bytes."""
+    """Return (bytes in host memory, bytes of the GPU's slots) for ``count`` streamed blocks. sizes: bytes of each
+    block."""
     streamed = [sizes[number] for number in spread_numbers(len(sizes), count)]
     return sum(streamed), min(AHEAD + 1, len(streamed)) * max(streamed)

@@ -1,12 +1,11 @@
 """Map every parameter's canonical full tensor to this rank's shard, and back.
 
-A canonical tensor has the parameter's shape in the model, as in a checkpoint. A sequence of cuts, outer to inner,
-defines a rank's shard. For example, a cut by ``tp`` selects the rows of the rank's heads, and a cut by ``fsdp`` selects
-some of these rows. A parameter is replicated over groups for which it has no cut. Only :class:`Layout` converts between
-shards and canonical tensors.
+A canonical tensor has the parameter's shape in the undivided model, as in a checkpoint. A sequence of cuts, outer to
+inner, defines a rank's shard. For example, a cut by ``tp`` selects the rows of the rank's heads, and a cut by ``fsdp``
+selects some of these rows. A parameter without a cut by a group is replicated over this group.
 
-:class:`Runs` describes a shard as contiguous ranges of the flattened canonical tensor, in the shard's order. With runs,
-elements can be copied between shards of different layouts.
+:class:`Runs` describes a shard as contiguous ranges of the flattened canonical tensor. With runs, elements can be
+copied between shards of different layouts.
 """
 
 import itertools
@@ -75,8 +74,8 @@ def _even(size: int, ranks: int) -> tuple[tuple[Range, ...], ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's shard of a canonical tensor. Each cut selects ranges along ``dim`` and concatenates them. A ``dim`` of
-    None flattens the tensor first."""
+    """A rank's shard of a canonical tensor. Each cut concatenates ranges along a dimension ``dim``. If ``dim`` is None,
+    the tensor is flattened first."""
 
     shape: tuple[int, ...]
     slices: tuple[tuple[int | None, tuple[Range, ...]], ...]  # (dim, ranges) of every cut, outer to inner
@@ -95,8 +94,8 @@ class Shard:
         return shard
 
     def flat_part(self, part: int, parts: int) -> "Shard":
-        """Divide the flattened shard evenly into ``parts``, and return number ``part``. If ``parts`` is 1, return the
-        shard itself."""
+        """Divide the flattened shard evenly into ``parts`` shards, and return number ``part``. If ``parts`` is 1,
+        return this shard without flattening."""
         if parts == 1:
             return self
         ranges = _even(self.numel, parts)[part]
@@ -107,12 +106,11 @@ class Layout:
     """This rank's shards of a set of parameters.
 
     The constructor creates process groups, so all ranks must build their layouts in the same order. Raises ValueError
-    for a cut that does not assign every index exactly once, or does not fit its group.
+    if a cut does not assign every index exactly once, or does not fit its group.
 
     Args:
         cuts: every parameter's cuts, outer to inner. Each cut divides the result of the previous cut.
-        on_every_stage: names of the parameters on all ranks of a pipeline. Other parameters are only on this rank's
-            stages.
+        on_every_stage: names of the parameters on all ranks of a pipeline. All other parameters are on one rank.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class Layout:
         return self._local[name].take(full)
 
     def replicas(self, name: str) -> list[int]:
-        """Return all ranks, in order, with this rank's shard of a parameter."""
+        """Return the sorted ranks that have this rank's shard of a parameter."""
         dims, groups = self.mesh.dims, {cut.group for cut in self.cuts[name]}
         groups |= set() if name in self._on_every_stage else {"pp"}
         mine = [dims.coordinate(group, self.mesh.rank) for group in groups]
@@ -156,9 +154,9 @@ class Layout:
 
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
-        """Return the full tensor, in new memory, from the shards of all ranks. Call on all ranks that divide the
-        parameter, for all parameters in the same order. The result is on the mesh's device, or on the shard's if no
-        rank communicates."""
+        """Join the shards of all ranks to a new, full tensor. Call on all ranks that divide the parameter, in the same
+        order for all parameters. The result is on the mesh's device, or without communication on the shard's
+        device."""
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):
@@ -192,7 +190,7 @@ class Layout:
 
 
 def _in_order(cut: Cut) -> bool:
-    """Return True if the concatenated shards form the tensor. Shards are padded to the longest."""
+    """Return True if the concatenated shards form the tensor. All shards have the longest shard's length."""
     width = max(cut.lengths())
     return cut.dim in (None, 0) and all(
         start == rank * width for rank, ranges in enumerate(cut.ranges) for start, stop in ranges if start != stop
@@ -231,8 +229,8 @@ class Runs:
 
 
 def runs_of(shape: Sequence[int], slices: Slices) -> Runs:
-    """Return the runs of a shard. shape, slices: canonical shape, and slices as in :class:`Shard`. Adjacent runs are
-    joined, and no run is empty."""
+    """Return the runs of a shard. Adjacent runs are joined, and no run is empty. shape: canonical shape. slices: see
+    :class:`Shard`."""
     runs, shape = Runs(*np.array([[0], [math.prod(shape)]], dtype=np.int64)), tuple(shape)
     for dim, ranges in slices:
         edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
@@ -270,8 +268,8 @@ def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs:
     into, out_of, length = overlap(target_runs, source_runs)
     steps = np.diff(into[1:-1]), np.diff(out_of[1:-1])
     if len(length) > 3 and all(map(_constant, (length[1:-1], *steps))) and min(step[0] for step in steps) > 0:
-        # The runs are a few columns of a matrix, one run in each row. Copy all rows at once, because a copy for each
-        # row would be slower than reading the file.
+        # Each row of a matrix has one run, in the same columns. Copy all rows at once, because single copies would be
+        # slower than reading the file.
         size = (len(length) - 2, int(length[1]))
         views = [
             flat.as_strided(size, (int(at[2] - at[1]), 1), flat.storage_offset() + int(at[1]))
@@ -324,9 +322,8 @@ SPAN = 1 << 24  # maximum number of elements that one call draws
 
 
 class InitialValues:
-    """Initial values of a model's shards, equal to the results of ``opendit.models.initialization.initialize``. The
-    model may be on the meta device. Raises ValueError unless every name matches exactly one pattern of the initial
-    distributions."""
+    """Initial values of a model's shards, equal to those of ``opendit.models.initialization.initialize``. The model may
+    be on the meta device. Raises ValueError unless every parameter has exactly one initial distribution."""
 
     def __init__(self, model: DiT, seed: int):
         self.seed = seed
@@ -340,7 +337,7 @@ class InitialValues:
         return initial_values(distribution, self.seed, name, shape, shard)
 
     def whole(self, name: str) -> Tensor:
-        """Return the full parameter. Use this method for small parameters only."""
+        """Return the full parameter. Use only for small parameters."""
         shape, _ = self._drawn[name]
         return self(name, Shard(shape, ()))
 

@@ -1,7 +1,7 @@
 """Muon optimizer: every matrix is updated with its orthogonalised momentum.
 
-K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Updates are scaled as in J. Liu et
-al., "Muon is Scalable for LLM Training", arXiv 2502.16982. So AdamW's learning rates are suitable.
+K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Updates are scaled for AdamW's
+learning rates, as in J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
 
 The step of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
 
@@ -9,8 +9,8 @@ The step of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
     O = newton_schulz((1 - b) * G + b * M)             # all singular values become about 1
     W = (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(n, m)) * O
 
-Parameters and M are sharded as for AdamW. One rank, the owner, orthogonalises a parameter. An all-to-all sends the
-shards to the owner, and a second all-to-all returns the results. If all ranks have full gradients (ddp), an all-reduce
+Parameters and M are sharded as for AdamW. One rank, the owner, orthogonalises a parameter. An all-to-all sends shards
+to their owners, and a second all-to-all returns the results. If all ranks have full gradients (ddp), an all-reduce
 distributes the results.
 """
 
@@ -29,7 +29,7 @@ from opendit.parallel.layout import Layout
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial, as in torch.optim.Muon
 STEPS, EPSILON = 5, 1e-7
 AS_ADAMW = 0.2  # root mean square of an update, as with AdamW (arXiv 2502.16982)
-# Maximum number of matrix elements in one batch, because batches need memory for intermediate results.
+# maximum number of matrix elements in one batch, to limit memory
 ELEMENTS = 2**27
 
 
@@ -37,15 +37,15 @@ ELEMENTS = 2**27
 class MuonSettings:
     """Settings of Muon, and the parameters that Muon updates."""
 
-    # for each parameter, the number of rows of every matrix in it (q, k and v are one parameter)
+    # for each parameter, the row counts of its matrices; for example, q, k and v are one parameter
     rows: Mapping[str, tuple[int, ...]]
     momentum: float = 0.95  # b in the equations above
     dtype: torch.dtype = torch.bfloat16  # precision of the iteration
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Return matrices with the singular vectors of ``x``, and singular values of about 1 (0.7 to 1.2). x: matrices (B,
-    n, m) with n <= m, in the dtype of the computation. The input is overwritten."""
+    """Return matrices with the singular vectors of ``x``, and singular values between 0.7 and 1.2. x: matrices (B, n,
+    m) with n <= m, in the dtype of the computation. The input is overwritten."""
     a, b, c = COEFFICIENTS
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPSILON).to(x.dtype)
     for _ in range(STEPS):
@@ -56,8 +56,8 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Orthogonalise matrices (n, m) in place, and multiply them by 0.2 * sqrt(max(n, m)). Matrices with equal shapes,
-    transposed or not, form batches, because batched products use a GPU better."""
+    """Orthogonalise matrices (n, m) in place, and multiply them by 0.2 * sqrt(max(n, m)). Matrices with the same sides
+    are processed in batches."""
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for matrix in matrices:
         wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
@@ -75,7 +75,7 @@ def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 def owners(work: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Assign each parameter to a rank, so that all ranks compute about equally many FLOPs. work: FLOPs of each
-    parameter. Parameters are assigned in the order of decreasing FLOPs, to the rank with the fewest FLOPs so far."""
+    parameter."""
     load, owner = [0] * ranks, {}
     for name in sorted(work, key=work.__getitem__, reverse=True):
         owner[name] = load.index(min(load))
@@ -92,8 +92,8 @@ class Muon:
     """Computes Muon's update directions from this rank's gradient shards.
 
     Args:
-        layout: each parameter has at most one cut, into ranges of the flattened tensor.
-        names: all trained parameters in the optimizer's order. The attribute has only the parameters that Muon updates.
+        layout: Muon's parameters must have exactly one cut, along the flattened tensor or along rows.
+        names: all trained parameters in the optimizer's order. The attribute ``names`` has only Muon's parameters.
         copied: True if every rank has full gradients.
     """
 
@@ -108,8 +108,7 @@ class Muon:
         self._rank, self._ranks = (mesh.coordinate(cut.group), mesh.dims.size(cut.group)) if cut else (0, 1)
         work = {name: flops(layout.shapes[name], settings.rows[name]) for name in self._index}
         self._owner = owners(work, self._ranks)
-        # number of elements of each parameter on every rank; a cut into rows also divides the flattened tensor into
-        # ranges
+        # for each parameter, the number of elements on every rank
         self._held = {}
         for name in self._index:
             (cut,), shape = layout.cuts[name], layout.shapes[name]
@@ -125,7 +124,7 @@ class Muon:
     def step_copies(
         self, parameters: Mapping[str, Tensor], exp_avgs: Mapping[str, Tensor], lr: float, weight_decay: float
     ) -> None:
-        """Update parameters that every rank has in full. Their gradients (``grad``) are overwritten."""
+        """Update parameters that are replicated on every rank. Their gradients (``grad``) are overwritten."""
         gradients = {name: cast(Tensor, parameter.grad) for name, parameter in parameters.items()}
         for name, gradient in gradients.items():
             momentum_reference(gradient, exp_avgs[name], self._settings.momentum, 1.0)
@@ -135,8 +134,7 @@ class Muon:
 
     @torch.no_grad()
     def orthogonalise(self, shards: Mapping[str, Tensor]) -> None:
-        """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. Call on all ranks, with
-        the same names."""
+        """Orthogonalise sharded gradients, in place. Call on all ranks, with the same names."""
         settings = self._settings
         if self._ranks == 1:
             orthogonalise([m for name, shard in shards.items() for m in self._matrices(name, shard)], settings.dtype)

@@ -1,7 +1,6 @@
 """AdamW for a rank's shards in few passes over memory, and the loss scale of fp16.
 
-:class:`OnePassAdamW` computes the step of zero2 and fsdp. :class:`ShardedOptimizer` is the optimizer of fsdp. Its model
-is sharded with ``fully_shard``, or is complete on a single rank.
+:class:`OnePassAdamW` computes the step of zero2 and fsdp. :class:`ShardedOptimizer` is the optimizer of fsdp.
 """
 
 import inspect
@@ -32,12 +31,12 @@ LEAST, MOST = 1.0, 2.0**32
 
 
 class LossScale:
-    """Factor of the loss that prevents gradients from vanishing in fp16. The factor stays on the device. The host does
-    not read it in training.
+    """Factor of the loss that prevents gradients from vanishing in fp16. The scale stays on the device, at a fixed
+    address for CUDA graphs.
 
-    INTERVAL consecutive steps with finite gradients double the scale (Micikevicius et al., "Mixed Precision Training",
-    ICLR 2018, sec. 3.2). A step with gradients that are not finite halves the scale, except the first HYSTERESIS - 1
-    such steps since the last doubling. The scale's address never changes, because CUDA graphs read it.
+    The scale doubles after INTERVAL consecutive steps with finite gradients (Micikevicius et al., "Mixed Precision
+    Training", ICLR 2018, sec. 3.2). After each doubling, the first HYSTERESIS - 1 steps with non-finite gradients do
+    not change the scale. Each further such step halves the scale.
     """
 
     def __init__(self, device: torch.device):
@@ -68,13 +67,14 @@ class LossScale:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW on fp32 weights. Gradients are divided by the ``div_scale`` that Gemini's optimizer passes.
+    """torch's fused AdamW on fp32 weights. Gradients may be bf16 or fp16. They are divided by ``div_scale``, which
+    Gemini's optimizer passes.
 
-    Gradients may be bf16 or fp16. Colossal-AI's CPU Adam ignores ``div_scale`` for bf16 gradients, so clipping would
-    silently fail. Colossal-AI's HybridAdam first compiles two extensions with nvcc for minutes.
+    Colossal-AI's CPU Adam ignores ``div_scale`` for bf16 gradients, so clipping would silently fail. Colossal-AI's
+    HybridAdam compiles two extensions for minutes.
     """
 
-    # maximum number of elements in one update, because gradients need memory for fp32 copies
+    # maximum number of elements in one update, because an update copies gradients to fp32
     elements = 2**26
     # torch's decorated method would import torch's compiler, which takes a second
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
@@ -136,8 +136,8 @@ class OnePassAdamW:
     not wait.
 
     Args:
-        adam: has the settings in one parameter group, and the moments in its state.
-        keys: the masters (fp32, 1-d or contiguous), keys of that state.
+        adam: optimizer with the settings, in one parameter group, and the moments.
+        keys: the masters (fp32, 1-d or contiguous), which are the keys of ``adam.state``.
         sizes: number of leading elements of each master to update; None for all.
         working: copies of the masters in the precision of the forward pass.
 
@@ -169,8 +169,7 @@ class OnePassAdamW:
             self._fused.attach(*self._averages)
 
     def fused(self) -> FusedStep:
-        """Return the fused step. The first call builds it, so load the moments before. All parameters share one step
-        count."""
+        """Return the fused step. Load the moments before the first call. All parameters share one step count."""
         (settings,) = self.adam.param_groups
         states = [self.adam.init_state(key) for key in self._keys]
         if self._fused is None:
@@ -207,16 +206,14 @@ class OnePassAdamW:
 
 
 class ShardedOptimizer:
-    """Optimizer of this rank's shards. Ranks exchange the gradients' norm, and data for ``float8``, ``replicated`` and
-    ``muon``.
+    """Optimizer of this rank's shards.
 
     ``offload`` stores the averages, or averages and moments, in host memory, page-locked if there is a GPU. Results
-    have the same bits as without offload. The step copies moments through a ring buffer of device memory. For 300 M
-    weights the step takes 49 ms, with direct access 57 ms (H200, benchmarks/bench_offload.py).
+    have the same bits as without offload. The step copies moments through a ring buffer of device memory: 49 ms for
+    300 M weights, compared with 57 ms for direct access (H200, benchmarks/bench_offload.py).
 
-    A kernel on a side stream updates the averages during the next passes, and the next step waits for it. If masters
-    are in host memory, kernels access them in place, and the host waits for the step. Call :meth:`wait` before reading
-    or setting state in host memory.
+    A kernel on a side stream updates averages in host memory during the next forward and backward pass. Kernels access
+    masters in host memory in place. Call :meth:`wait` before reading or setting state in host memory.
 
     Args:
         adam: optimizer with the settings. The masters become its parameters.
@@ -224,8 +221,8 @@ class ShardedOptimizer:
         group: ranks that divide one copy of the model; None for a single rank.
         grad_clip: bound of the norm of all gradients; 0 for none.
         device: device that computes the step. Masters and gradients may also be in page-locked host memory.
-        float8: parameters that are gathered in float8, and quantised again after a step.
-        replicated: sums the gradients of parameters that several ranks have.
+        float8: parameters that are gathered in float8. They are quantised after each step.
+        replicated: sums the gradients of replicated parameters.
 
     Raises ValueError for ``offload`` on a GPU that can't run the kernels.
     """
@@ -274,8 +271,8 @@ class ShardedOptimizer:
                 adam.state[key] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def _in_host_memory(self, count: int) -> tuple[Tensor, list[list[Tensor]]]:
-        """Allocate ``count`` tensors of zeros for each master. Return rows (count, size), and the tensors of each row
-        as views. Every tensor is aligned to a block of the kernels."""
+        """Allocate ``count`` tensors of zeros for each master. Return (rows (count, size), each row's views with the
+        masters' shapes). Every view is aligned to a block of the kernels."""
         masters = list(self.masters.values())
         size = sum(padded(master.numel(), BLOCK) for master in masters)
         memory = HostMemory(count * size, self._device)
@@ -351,8 +348,7 @@ class ShardedOptimizer:
         if self._offload == "state" and self._device.type == "cuda":
             self._updated = torch.cuda.Event()
             self._updated.record(torch.cuda.current_stream(self._device))
-            # torch's allocator does not know that kernels still read gradients in host memory, and would reuse this
-            # memory. After waiting, the host may also read the masters.
+            # Wait, because torch's allocator would reuse the gradients' host memory while kernels still read it.
             if self._hosted:
                 self._updated.synchronize()
         for parameter in self._parameters:
@@ -386,8 +382,8 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eight_bits: bool = False,
 ) -> tuple[FusedAdamW, str]:
-    """Return the optimizer for ``plugin``, and a line with its name and the reason for the choice. Under zero2 and
-    fsdp, :class:`OnePassAdamW` computes the steps, and reads only this optimizer's settings and state."""
+    """Return (the optimizer for ``plugin``, a line with its name and the reason). Under zero2 and fsdp,
+    :class:`OnePassAdamW` computes the steps, and uses only this optimizer's settings and state."""
     trained = [p for p in module.parameters() if p.requires_grad]
     settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
     optimizer = FusedAdamW(trained, eight_bits, **settings)

@@ -1,8 +1,7 @@
 """Pipeline parallelism: the ranks of the group ``pp`` have different blocks of a model; see docs/parallelism.md.
 
-- A schedule lists a rank's forward and backward passes, in order. :func:`make_schedule` and its helpers need no tensors
-  or process groups. Every rank has ``chunks`` chunks of consecutive blocks. Chunk c of rank r is stage c * ranks + r of
-  the model.
+- A schedule lists a rank's forward and backward passes, in order. Every rank has ``chunks`` chunks of consecutive
+  blocks. Chunk c of rank r is stage c * ranks + r of the model.
 - :func:`keep_stages` removes all modules except those in this rank's stages. Modules before the first block are on the
   first stage, modules after the last block on the last stage. Modules that compute the condition are on every rank.
 - :class:`Links` sends tensors between stages, and :func:`execute` runs a schedule. :class:`PipelineForward` calls a
@@ -53,11 +52,11 @@ def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> l
     Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). The rank stores activations for at
     most ``ranks - rank`` micro-batches. It idles for (ranks - 1) / (micro_batches + ranks - 1) of the step.
 
-    interleaved: like 1f1b, with 2 chunks per rank. A rank idles for half as long, stores more activations, and sends
-    twice as much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-    SC 2021).
+    interleaved: like 1f1b, with 2 chunks per rank (Narayanan et al., "Efficient Large-Scale Language Model Training on
+    GPU Clusters Using Megatron-LM", SC 2021). A rank idles for half as long, stores more activations, and sends twice
+    as much.
 
-    Raises ValueError for an unknown schedule, or one that does not work with this number of micro-batches.
+    Raises ValueError if the schedule is unknown, or does not work with this number of micro-batches.
     """
     if schedule not in PIPELINE_SCHEDULES:
         raise ValueError(
@@ -89,8 +88,8 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
 
 
 def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Iterator[Action]:
-    """Yield a rank's passes in one direction, in the same order on all ranks. A chunk processes ``ranks``
-    micro-batches, then the next chunk processes them. Backward passes begin with the last chunk."""
+    """Yield the passes in one direction, in the same order on all ranks. Each chunk in turn processes ``ranks``
+    micro-batches. Backward passes begin with the last chunk."""
     if chunks == 1:
         yield from (Action(forward, 0, number) for number in range(micro_batches))
         return
@@ -101,15 +100,14 @@ def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Itera
 
 
 def one_by_one(chunks: int, ranks: int, micro_batches: int, backward: bool = True) -> list[Action]:
-    """List all forward passes of a rank, and then all backward passes if ``backward``. All ranks get the same list.
-    Works with any number of micro-batches."""
+    """List all forward passes, then all backward passes if ``backward``. The list is the same on all ranks, and works
+    with any number of micro-batches."""
     directions = (True, False) if backward else (True,)
     return [action for forward in directions for action in _passes(forward, chunks, ranks, micro_batches)]
 
 
 def in_flight(actions: list[Action]) -> int:
-    """Return the largest number of forward passes with activations in memory at one time. Each pass is one chunk on one
-    micro-batch."""
+    """Return the largest number of forward passes with activations in memory at one time."""
     held = most = 0
     for action in actions:
         held += 1 if action.forward else -1
@@ -163,9 +161,8 @@ class Links:
     Two neighbours have separate process groups for activations and gradients. A group sends in one direction only,
     because a send and a receive in one group could deadlock on a GPU.
 
-    Shape and dtype of activations are sent once, before the first activations with a ``key`` (see :func:`execute`).
-    Gradients have the shape and dtype of their activations. All messages of a chunk with the same ``key`` must have the
-    same shape.
+    Before the first activations with a ``key`` (see :func:`execute`), a chunk sends their shape and dtype. The
+    chunk's later activations and gradients with this key must have the same shape and dtype.
     """
 
     def __init__(self, mesh: Mesh, around: bool):
@@ -177,8 +174,8 @@ class Links:
         self._connect()
 
     def _connect(self) -> None:
-        """Send a number through every channel, one after another. NCCL connects two ranks at their first message, and
-        both hosts wait for the connection. In the middle of a schedule, this wait could deadlock."""
+        """Send a number through every channel, one after another. At the first message, NCCL makes both hosts wait for
+        a connection. In the middle of a schedule, this wait could deadlock."""
         number = torch.zeros(1, device=self.device)
         for first, forward in sorted(self._groups):
             ends = self._members[first], self._members[(first + 1) % self.ranks]
@@ -192,7 +189,7 @@ class Links:
             torch.cuda.synchronize(self.device)
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int, int]:
-        """Return a message's (process group, sender's global rank, receiver's global rank)."""
+        """Return (process group, sender's global rank, receiver's global rank)."""
         first = message.source if message.forward else message.target
         ends = self._members[message.source], self._members[message.target]
         return self._groups[first, message.forward], *ends
@@ -202,7 +199,7 @@ class Links:
         return (message.forward, message.chunk, key) in self._shapes
 
     def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:
-        """Start to receive a message. Return (the tensor that will receive the message, the handle to wait for)."""
+        """Start to receive a message. Return (tensor for the message, handle to wait for)."""
         group, source, _ = self._channel(message)
         if not self.known(message, key):
             header = torch.empty(4, dtype=torch.int64, device=self.device)
@@ -233,21 +230,20 @@ class Links:
                 sends.popleft()[0].wait()
 
 
-AHEAD = 1  # receives are posted for this number of passes ahead
+AHEAD = 1  # number of later passes whose receives are posted before a pass runs
 Pass = Callable[[Action, Tensor | None], Tensor | None]
 
 
 def execute(
     actions: Sequence[Action], links: Links, chunks: int, compute: Pass, key_of: Callable[[int], tuple[Any, ...]]
 ) -> None:
-    """Run a rank's passes of a schedule. Each pass receives a tensor, computes, and sends the result. Call on all ranks
-    of the pipeline, each with its ``actions``.
+    """Run this rank's ``actions``. Each pass receives a tensor, computes, and sends the result. Call on all ranks of
+    the pipeline.
 
     Args:
         compute: runs one pass. It takes the received tensor (None if the pass starts from the model's input or from the
             loss), and returns the tensor to send.
-        key_of: maps a micro-batch's number to a key. Micro-batches with the same key must have activations of one
-            shape.
+        key_of: maps a micro-batch's number to a key. Micro-batches with equal keys must have equal activation shapes.
     """
     incoming = [received(action, links.rank, links.ranks, chunks) for action in actions]
     posted: dict[int, tuple[Any, ...]] = {}
@@ -335,7 +331,7 @@ MOSTLY_IDLE = 0.25  # minimum idle fraction of a step for which a run prints a n
 
 
 def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
-    """Return [note] if the ranks of a pipeline idle for at least MOSTLY_IDLE of a step, otherwise an empty list."""
+    """Return [note] if a pipeline's ranks idle for at least MOSTLY_IDLE of a step, otherwise an empty list."""
     waits = (ranks - 1) / chunks_of(schedule)
     idle = waits / (micro_batches + waits)
     if idle < MOSTLY_IDLE:
@@ -368,14 +364,14 @@ def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
 
 
 def _part(name: str, model: DiT) -> str:
-    """Return the unit of a parameter or buffer: its block, or outside of blocks the top-level module. A stage has a
-    unit completely or not at all."""
+    """Return the name of a tensor's unit: its block, or its top-level module outside of blocks. A unit is never
+    split."""
     top, *rest = name.split(".")
     return f"{top}.{rest[0]}" if top == plan_of(model.config).stages.stack else top
 
 
 def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Return the ``names`` of tensors that all ranks of the pipeline have; none for an undivided model."""
+    """Return those ``names`` that all ranks of the pipeline have; none for an undivided model."""
     if getattr(model, "stages", None) is None:
         return frozenset()
     every = plan_of(cast(DiT, model).config).stages.every
@@ -390,8 +386,7 @@ class StageForward:
 
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
         """Run a chunk's forward pass on a micro-batch. The last stage returns the result of ``DiT.forward``, earlier
-        stages return tokens. Every stage computes the condition from t and y, so the condition and its gradients are
-        never sent.
+        stages return tokens. Every stage computes the condition, so the condition is never sent.
 
         Args:
             x: the model's input for the first stage, this rank's tokens (B, n, D) for later stages.
@@ -420,9 +415,9 @@ class StageForward:
 
 
 class PipelineForward:
-    """Calls a model as ``model(x, t, y)`` through a pipeline, without gradients, for sampling. Every rank of a pipeline
-    passes the same arguments and gets the result, in fp32. The batch is divided into one micro-batch per rank.
-    Construct on all ranks of the mesh."""
+    """Calls ``model(x, t, y)`` through a pipeline, without gradients, for sampling. Every rank passes the same batch,
+    and gets the result in fp32. The batch is divided into one micro-batch per rank. Construct on all ranks of the
+    mesh."""
 
     def __init__(self, mesh: Mesh, chunks: int):
         self._mesh, self._links, self._chunks = mesh, Links(mesh, around=chunks > 1), chunks

@@ -1,5 +1,5 @@
-"""Apply the rules of a plan (opendit.models.plan): slices of canonical tensors, shard units, stages, and checks of
-divisibility. All functions depend only on shapes, names and numbers, not on process groups."""
+"""Apply the rules of a plan (opendit.models.plan): slices, shard units, pipeline stages, and divisibility. All
+functions depend only on shapes, names and numbers, not on process groups."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,9 +35,9 @@ def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
 
 
 def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tuple[Slices, ...]:
-    """Return a rank's slices of a canonical tensor of ``shape``. The group has ``size`` ranks. The local tensor
-    concatenates the slices along the divided dimension. For example, [q; k; v] has three slices. Raises ValueError if
-    the dimension can't be divided evenly."""
+    """Return the slices of a canonical tensor that one of ``size`` ranks has. The local tensor concatenates the slices
+    along the divided dimension. For example, [q; k; v] has three slices. Raises ValueError if the dimension can't be
+    divided evenly."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of a group of {size}: ranks are 0 to {size - 1}")
     dimension = divided_dimension(rule, shape)
@@ -48,8 +48,7 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 
 
 def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
-    """Return a rank's ranges of a dimension of length ``side``: an equal share of every section. A head is never
-    split."""
+    """Return a rank's ranges of a dimension with length ``side``. A head is never split."""
     if isinstance(rule, Vocabulary):  # if the rows can't be divided evenly, the first ranks have one row more
         return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]
     if isinstance(rule, Heads):
@@ -76,8 +75,8 @@ def _quotient(number: int, divisor: int, parts: str, what: str = "features") -> 
 
 
 def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
-    """Return a rank's slices of a canonical tensor, concatenated: a view for one slice, otherwise a copy. Raises the
-    errors of :func:`local_slices`."""
+    """Return a rank's slices of a canonical tensor, concatenated: a view for one slice, otherwise a copy. Raises
+    ValueError as :func:`local_slices` does."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
 
@@ -87,8 +86,7 @@ def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
 
 def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
     """Return the block parameters that multiply tokens, and the row counts of their matrices. A parameter may stack
-    several matrices: q, k and v, the two matrices of SwiGLU, or all experts. Modulations, norms, biases and the router
-    of experts are not included."""
+    several matrices, for example q, k and v. Modulations, norms, biases and the experts' router are not included."""
     plan = plan_of(config)
     rules, found = plan.rules(config), {}
     for name, shape in model_shapes(config)[0].items():
@@ -112,8 +110,8 @@ def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
-    """Group the parameters into units for sharding. Return the parameter names of every unit, by the name of its
-    module. Unit "" has all remaining parameters."""
+    """Group the parameters into units for sharding. Return {module: names of its parameters}. The module "" has all
+    remaining parameters."""
     units = {}
     for name in parameters:
         parts = name.split(".")
@@ -125,8 +123,8 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Divide ``depth`` blocks into stages of neighbouring blocks, at least one each. The most expensive stage is as
-    cheap as possible. first, last: additional costs of the first and last stage, in units of a block's cost. On a tie,
-    a later stage gets the block, because later stages store activations for fewer micro-batches."""
+    cheap as possible. On a tie, later stages get more blocks, because they store fewer activations. first, last:
+    additional costs of the first and last stage, in units of a block's cost."""
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
     work[-1] += last
@@ -147,8 +145,8 @@ def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
 
 
 def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
-    """Return the indices of the stages with a parameter or buffer. Modules that compute the condition are on all
-    stages. blocks: the blocks of every stage. Raises ValueError if the plan does not state the stages of this name."""
+    """Return the indices of the stages that have a parameter or buffer. blocks: the blocks of every stage. Raises
+    ValueError if the plan does not list the name."""
     cuts, (top, *rest), stages = plan.stages, name.split("."), len(blocks)
     if top == cuts.stack:
         stage = next(i for i, own in enumerate(blocks) if int(rest[0]) in own)

@@ -1,12 +1,11 @@
-"""End a program of one or more ranks at once on all ranks, with one line that gives the reason.
+"""End a program on all ranks at once, with one line that gives the reason.
 
-:class:`RankWatch` notifies every rank at once if another rank failed or was lost. A thread of every rank keeps a
+:class:`RankWatch` notifies every rank at once if another rank failed or was lost. In every rank, a thread keeps a
 connection to rank 0, and rank 0 forwards messages. A run ends if a rank reports a failure, or if a connection closes
 without a farewell message. Slow or stopped ranks only cause a warning.
 
-:class:`Supervisor` is the context in which a program runs. The last line of a failed run begins with ``error:``, and
-the exit code is not 0. Defects of the program print a traceback before this line. Errors that a user can fix print only
-this line.
+:class:`Supervisor` is the context in which a program runs. The last line of a failed run begins with ``error:``. A
+traceback is printed before this line, unless a user can fix the error.
 
 exit code  meaning
 0          success
@@ -46,10 +45,10 @@ FAREWELL = 2.0  # seconds to wait for answers to a farewell message
 JOIN = 30.0  # seconds until all ranks must be connected to rank 0
 PING = 5.0  # seconds between two pings
 SILENT = 30.0  # seconds without a message before a warning
-SUSPECT = 2.0  # seconds that a communication error waits for the failure behind it
+SUSPECT = 2.0  # seconds to wait, after a communication error, for a report of its cause
 LONGEST = 4000  # maximum number of characters of an error message
 
-_numbers = itertools.count()  # index of this process's next watch; all ranks create watches in the same order
+_numbers = itertools.count()  # index of the next watch, equal on all ranks
 _alive: "weakref.WeakSet[RankWatch]" = weakref.WeakSet()
 
 
@@ -85,8 +84,7 @@ class RankWatch:
     Args:
         place: place of this process in the run.
         store: store of all ranks, for rank 0's address.
-        on_end: called by the watch's thread if another rank ends the run, unless this rank has reported a failure
-            first.
+        on_end: called by the watch's thread if the run ends, unless this rank has reported a failure.
     """
 
     def __init__(self, place: Place, store: dist.Store, on_end: Callable[[Ending], None]):
@@ -118,8 +116,8 @@ class RankWatch:
     # ---------------------------------------------------------------- called by the program
 
     def report(self, text: str, suspect: bool = False) -> Ending:
-        """Report to all ranks that this rank failed. Return the reason for the end of the run. The reason may be an
-        earlier failure of another rank. suspect: True for a communication error that another rank may have caused."""
+        """Report to all ranks that this rank failed. Return the reason for the end of the run: this failure, or an
+        earlier failure of another rank. suspect: True if another rank may have caused the error."""
         with self._lock:
             self._reported = True
         if self.ending is None and self._thread.is_alive():
@@ -151,7 +149,7 @@ class RankWatch:
         self._token = secrets.token_hex(16)
         addresses = [self.place.address, socket.gethostname()]
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # sends nothing, but finds the local address of the route to rank 0
+            # for datagrams, connect() sends nothing, but selects this machine's address
             probe.connect((self.place.address, self.place.port))
             addresses.insert(0, probe.getsockname()[0])
         where = {"addresses": addresses, "port": self._listener.getsockname()[1], "token": self._token}
@@ -269,8 +267,8 @@ class RankWatch:
             self._send(self._peers[0], **order)
 
     def _consider(self, ending: Ending, suspect: bool) -> None:
-        """End the run after a rank reported a failure. If the failure is suspect, first wait for another report. Only
-        rank 0 calls this method."""
+        """End the run because of a report. If the report is suspect, first wait for another one. Only rank 0 calls
+        this method."""
         if not suspect:
             self._end(ending)
         elif self._suspect is None:
@@ -293,7 +291,7 @@ class RankWatch:
                     self._send(peer, end=asdict(ending))
 
     def _look(self, looked: float) -> float:
-        """Every PING seconds, send pings and look for silent peers. ``looked`` and the result are the time of the last
+        """Every PING seconds, send pings and look for silent peers. ``looked`` and the result: time of the last
         check."""
         now = time.monotonic()
         if now - looked < PING:
@@ -318,7 +316,7 @@ class RankWatch:
             peer.connection.send(json.dumps(message).encode() + b"\n")
 
     def _release(self) -> None:
-        """Close all sockets. Forked processes also call this method. Otherwise they would keep a dead parent's
+        """Close all sockets. Forked processes also call this method, so that they do not keep a dead parent's
         connections open."""
         for peer in self._peers.values():
             peer.connection.close()
@@ -328,8 +326,8 @@ class RankWatch:
 
 
 def _configured(connection: socket.socket) -> socket.socket:
-    """Make a connection non-blocking, and enable keep-alive messages. A failed machine does not close its connections.
-    Keep-alive closes them after a minute without an answer."""
+    """Make a connection non-blocking, and enable keep-alive messages. They close a connection to a failed machine after
+    a minute."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -351,7 +349,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 FAILED, NOT_STARTED, OTHER_RANK, INTERRUPTED = 1, 2, 3, 130
 CLOSING = 8.0  # seconds to finish a checkpoint when the run fails
 CLOSING_LOST = 2.0  # seconds if a rank was lost; no checkpoint can then be completed
-# Seconds after which a failed rank ends, even with a stuck main thread. LAST_LOST applies if a rank was lost.
+# Seconds until a failed rank ends, even if its main thread is stuck. LAST_LOST applies if a rank was lost.
 LAST, LAST_LOST = 12.0, 4.0
 ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # errors that never show a traceback
 # Words in errors of gloo, NCCL and the store. The end of another rank may cause such errors.
@@ -361,8 +359,8 @@ SUSPECTS = ("gloo", "nccl", "connection closed", "connection reset", "broken pip
 class Supervisor:
     """Context in which one rank of a program runs. An error inside the context ends the program on all ranks.
 
-    A single process ends with SystemExit. With several ranks, each ends with ``os._exit``, because a normal shutdown
-    would wait for stuck ranks.
+    A single process ends with SystemExit. Several ranks end with ``os._exit``, because a normal shutdown would wait for
+    stuck ranks.
 
     Args:
         user_errors: classes of exceptions that are shown without a traceback.
@@ -393,18 +391,17 @@ class Supervisor:
         return self
 
     def started(self, user_errors: tuple[type[Exception], ...]) -> None:
-        """Treat errors from now on as errors of the run (exit code 1), not of its start (exit code 2)."""
+        """Mark the end of the start. Later errors have exit code 1 instead of 2."""
         self.user_errors, self._code = (*user_errors, *ALWAYS), FAILED
 
     def closes(self, close: Callable[[float], None]) -> None:
-        """Register ``close(seconds)``, to save unsaved state within this time. If the main thread is stuck at the end,
-        another thread calls the registered functions, the last one first."""
+        """Register ``close(seconds)``, which saves unsaved state within this time. If the main thread is stuck at the
+        end, another thread calls the registered functions, the last one first."""
         self._closers.append(close)
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """Report an error inside this context to all ranks before any cleanup, because cleanup may wait for other
-        ranks."""
+        """Report errors inside this context to all ranks at once. Later cleanup may wait for other ranks."""
         try:
             yield
         except Exception as error:
@@ -444,7 +441,7 @@ class Supervisor:
         self._exit(code)
 
     def _announce(self, error: BaseException) -> Ending:
-        """Report an error to all ranks. Return the reason on which all ranks agree: this error, or an earlier error of
+        """Report an error to all ranks. Return the reason that all ranks print: this error, or an earlier error of
         another rank."""
         if self._ending is None:
             text = self._text(error)

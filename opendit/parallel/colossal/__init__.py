@@ -1,7 +1,7 @@
 """Adapters for Colossal-AI: corrections, the ZeRO optimizer, and plugins. Only these modules import colossalai.
 
-Colossal-AI is neither imported nor changed before :func:`load` is called. :func:`prepare` makes Colossal-AI 0.5.0
-importable without its pinned dependencies, and runnable on a CPU with gloo.
+:func:`load` imports Colossal-AI. :func:`prepare` makes Colossal-AI 0.5.0 importable without its pinned dependencies,
+and runnable on a CPU with gloo.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ def check_installed() -> None:
 
 
 def load() -> ModuleType:
-    """Import Colossal-AI, apply the corrections, and return the module opendit.parallel.colossal.plugins. Raises
-    ImportError if Colossal-AI can't be imported. The message has the command that installs it."""
+    """Import Colossal-AI, apply the corrections, and return opendit.parallel.colossal.plugins. Raises ImportError, with
+    the command to install Colossal-AI, if it can't be imported."""
     prepare()  # the following imports work only after this call
     from opendit.parallel.colossal import plugins
 
@@ -42,8 +42,7 @@ _OPTIONAL = ("peft", "galore_torch", "bitsandbytes")
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook with placeholders for optional packages. Colossal-AI imports these packages in files that we never
-    use."""
+    """Import hook with placeholders for packages that Colossal-AI imports but we never use."""
 
     def __init__(self, names: list[str]):
         self.names = names
@@ -82,8 +81,8 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def _nothing_compiled():
-    """Disable torch.compile in this context. Colossal-AI decorates functions with torch.compile. We never call these
-    functions, but the decoration would import torch's compiler (1 s of CPU time)."""
+    """Disable torch.compile in this context. Colossal-AI decorates unused functions with it, and would thereby import
+    torch's compiler (1 s of CPU time)."""
     compiler = torch.compile
     torch.compile = lambda function=None, **options: function or (lambda function: function)
     try:
@@ -93,7 +92,7 @@ def _nothing_compiled():
 
 
 def _import_colossalai() -> None:
-    # Hide installed packages, too. Otherwise an installed peft would find the placeholder of bitsandbytes.
+    # Hide installed packages, too. An installed peft would fail with the placeholder of bitsandbytes.
     hidden = [n for n in _OPTIONAL if n not in sys.modules]
     # Colossal-AI's pipeline code calls this function. New versions of torch lack it.
     if not hasattr(dist, "is_hccl_available"):

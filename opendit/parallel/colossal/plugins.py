@@ -42,8 +42,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     - On one rank nothing is reduced or copied. The step reads ``p.grad``.
     - On several ranks, buckets of gradients are reduce-scattered during the backward pass. A rank stores only its
       shard.
-    - :class:`OnePassAdamW` updates one bucket of parameters after another. The working weights of a bucket are gathered
-      in place while the next bucket is updated.
+    - :class:`OnePassAdamW` updates one bucket of parameters after another. A bucket's working weights are gathered in
+      place during the next bucket's update.
 
     After a step, ``grad_norm`` (float64, unscaled and before clipping) and ``finite`` (bool) are 0-dim tensors on the
     device.
@@ -149,8 +149,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     def attach_averages(
         self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> None:
-        """Let later steps update these averages, too. Averages have the sizes of this rank's shards without padding.
-        See :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
+        """Let later steps update these averages, too. Averages have this rank's shards without padding. See
+        :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
         self._adamw.attach_averages(averages, decays, updates)
 
     def step(self, closure: Any = None) -> None:
@@ -195,8 +195,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- working weights
 
     def _buckets(self) -> list[tuple[int, int]]:
-        """Divide the parameters into ranges (start, stop) with at least GATHER_BYTES of working weights. The last range
-        may be smaller. One rank has a single range."""
+        """Divide the parameters into ranges (start, stop) with at least GATHER_BYTES of working weights, except in the
+        last range. Return a single range on one rank."""
         edges, size = [0], 0
         for i, working in enumerate(self._padded, start=1):
             size += working.numel() * working.element_size()
@@ -297,15 +297,14 @@ def boost(
             max_norm=grad_clip or 1e30,
             initial_scale=initial_scale,
             enable_gradient_accumulation=accumulate,
-            # With chunks of 32 Mi elements, a small model would be a single chunk. A single chunk is never sharded.
+            # Use smaller chunks for small models, because a single chunk is never sharded.
             min_chunk_size_m=min(32.0, max(0.005, size / 16)),
             search_range_m=32 if size > 64 else 1,
             placement_policy="static",
             pin_memory=on_gpu,  # asynchronous reduction requires pinned memory
             enable_async_reduce=on_gpu,
         )
-        # The pinned copies serve only offloaded chunks. They take 6 bytes of host memory for each parameter, and delay
-        # the first step of a 7B model by minutes.
+        # Only offloaded chunks need pinned copies. For a 7B model, making the copies would take minutes.
         built.gemini_config["pin_memory"] = False
     elif plugin == "ddp":
         built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -328,11 +327,8 @@ def boost(
 
 
 def _fix_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Let torch arrange its gradient buckets before the first step, with a backward pass of zeros.
-
-    Otherwise torch rearranges the buckets after the first step, and the sums over ranks change their order. Then the
-    first step of a resumed run would round differently.
-    """
+    """Let torch arrange its gradient buckets before the first step, with a backward pass of zeros. Otherwise torch
+    rearranges the buckets after the first step. Then a resumed run's first step would round differently."""
     params = [p for p in ddp.parameters() if p.requires_grad]
     ddp.reducer.prepare_for_backward([])
     cast(torch.Tensor, sum(p.sum() * 0 for p in params)).backward()
@@ -397,7 +393,7 @@ class _CpuAsCuda(CpuAccelerator):
 
 
 def _keep_chunks_in_one_memory() -> None:
-    """Prevent Gemini from moving shards between "cuda" and "cpu". On a CPU, both names mean the same memory."""
+    """Prevent Gemini from moving shards between "cuda" and "cpu", because both names mean a CPU's memory here."""
     chunk: Any = gemini_chunk.Chunk
     close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
 

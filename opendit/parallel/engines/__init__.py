@@ -1,8 +1,8 @@
 """Training engines: forward, backward, step, and the layout of their state. Each plugin has its engine in one file.
 
-All plugins store master weights, moments and EMA in one form. Each rank has one fp32 shard of every parameter.
-``layout`` maps the shard to slices of the canonical tensor. So a checkpoint from one plugin can be loaded under another
-plugin and on another number of ranks.
+All plugins store master weights, moments and EMA in one form: each rank has one fp32 shard of every parameter.
+``layout`` maps the shard to slices of the canonical tensor. So a checkpoint can be loaded under another plugin and on
+another number of ranks.
 """
 
 import contextlib
@@ -69,13 +69,13 @@ class Engine(ABC):
 
     Attributes:
         skipped: number of skipped steps, 0-dim int64.
-        skipped_in_a_row: number of skipped steps since the last step that was not skipped, 0-dim int64.
+        skipped_in_a_row: number of consecutive skipped steps, up to the last step, 0-dim int64.
         shapes: canonical shape of every trained parameter.
         parts: layout of this rank's parameters before sharding. With tensor parallelism, these parameters are slices of
             the canonical tensors.
         shared: names of the parameters that all stages of a pipeline have.
         stored: layers with weights in the format of --base_precision, by weight name.
-        muon: optimizer of the parameters that have only the first moment; None if AdamW updates all parameters.
+        muon: Muon optimizer; None if AdamW updates all parameters.
     """
 
     muon: Muon | None = None
@@ -103,8 +103,8 @@ class Engine(ABC):
         self.replicated = None
         if mesh.tp_size > 1 or mesh.pp_size > 1:
             self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided, self.shared)
-        # Plugins cast weights and buffers to half precision. But masters need the fp32 initial values, and position
-        # tables must stay fp32. So copy both before the plugin is applied.
+        # Copy weights and buffers before the plugin casts them to half precision. Masters need the fp32 initial values,
+        # and position tables must stay fp32.
         trained = _values_of(module) if initial is None else initial
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)
@@ -131,8 +131,8 @@ class Engine(ABC):
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
-        """Move the module to this rank's device and wrap it. Return (the object that ``forward`` calls, the object that
-        ``step`` calls, the AdamW with learning rate and state, a log line about the AdamW)."""
+        """Move the module to this rank's device and wrap it. Return (the object for ``forward``, the object for
+        ``step``, the AdamW with learning rate and state, a log line about the AdamW)."""
 
     def _adamw(self, module: nn.Module, settings: Settings) -> tuple[Any, str]:
         from opendit.parallel.optimizer import build_optimizer  # imported here, because it imports DTensor
@@ -168,7 +168,7 @@ class Engine(ABC):
 
     def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
         """Run a backward pass from ``loss`` and accumulate the gradients. On a pipeline stage without a loss, pass the
-        stage's output, and as ``gradient`` the output's gradient times the loss scale."""
+        stage's output and the output's scaled gradient."""
         if gradient is None:
             self.optimizer.backward(loss)
         else:
@@ -186,13 +186,12 @@ class Engine(ABC):
         """Compute a step. :meth:`step` counts the skipped steps."""
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
-        """Return this rank's gradients since the last step, for reading. None if the engine cannot access the
-        gradients."""
+        """Return this rank's gradients since the last step, read-only; None if the engine can't access gradients."""
         return None
 
     def new_averages(self, count: int) -> list[dict[str, Tensor]]:
-        """Allocate ``count`` averages of the masters, in the memory that this engine uses for averages. Each average
-        has a shard of every parameter."""
+        """Allocate ``count`` averages of the masters, in host or device memory. Each average has a shard of every
+        parameter."""
         return [{name: torch.empty_like(part) for name, part in self.masters().items()} for _ in range(count)]
 
     def attach_averages(
@@ -203,8 +202,7 @@ class Engine(ABC):
         return False
 
     def wait_for_averages(self) -> None:
-        """Wait until the last step has updated the attached averages. If the averages are in host memory, the host
-        waits, too. Call this method before reading or setting the averages."""
+        """Wait until the last step has updated the attached averages. Call before reading or setting the averages."""
         return None
 
     def _on_host(self, grad_norm: float, loss_scale: float) -> StepResult:
@@ -226,11 +224,11 @@ class Engine(ABC):
 
     @abstractmethod
     def master(self, name: str) -> Tensor:
-        """Return this rank's fp32 master shard of a parameter, in the memory that steps change."""
+        """Return this rank's fp32 shard of a parameter's master. Steps change it in place."""
 
     def held(self, name: str) -> Shard:
-        """Return the shard that this rank stores of a parameter's master and moments. :meth:`set_master` and
-        :meth:`set_moments` take values for this shard. ``layout`` may describe a smaller view of the shard."""
+        """Return the shard of a parameter's master and moments that this rank stores. :meth:`set_master` and
+        :meth:`set_moments` take values for this shard. The shard in ``layout`` may be smaller."""
         return self.layout.local(name)
 
     @torch.no_grad()
@@ -261,7 +259,7 @@ class Engine(ABC):
         return number
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
-        """Return this rank's memory of a frozen weight, and the shard in that memory."""
+        """Return (this rank's part of a frozen weight, its shard)."""
         kept = parameter if self.streamed is None else self.streamed.host.get(name, parameter)
         return kept, self.parts.local(name)
 
@@ -279,8 +277,8 @@ class Engine(ABC):
         return MOMENTS[:1] if self.muon is not None and name in self.muon.names else MOMENTS
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Return this rank's shards of one parameter's moments, for reading. Moments are zeros before the first step.
-        8-bit moments are returned as fp32 values that encode to the same bits."""
+        """Return this rank's shards of one parameter's moments, read-only. Moments are zeros before the first step.
+        8-bit moments are decoded to fp32, and encode to the same bits again."""
         shard = self.layout.local(name)
         return {moment: to_values(kept).view(shard.shape) for moment, kept in self._moments(name).items()}
 
@@ -327,8 +325,8 @@ class Engine(ABC):
         return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
 
     def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
-        """Return the layout of the parameters ``shapes``. ``cut(shape)`` divides this rank's slice of a parameter
-        further; ``shape`` is the slice's shape."""
+        """Return the layout of the parameters ``shapes``. ``cut(shape)`` returns how ranks divide a slice of this
+        shape further."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
         return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
 
@@ -343,15 +341,15 @@ def _values_of(module: nn.Module) -> Values:
 
 
 class OnePassEngine(Engine):
-    """Base class of engines with OnePassAdamW. It updates shards and averages in one pass over memory."""
+    """Base class of engines with OnePassAdamW."""
 
     def _attach_muon(self, muon: Muon) -> None:
         self.optimizer.muon = muon
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """This rank's gradients since the last step. After the replay of a CUDA graph, set the graph's gradients
-        here."""
+        """This rank's gradients since the last step. After replaying a CUDA graph, set this to the graph's
+        gradients."""
         return self.optimizer.gradients
 
     @gradients.setter
@@ -432,16 +430,16 @@ def build_engine(
     Args:
         grad_clip: bound of the global gradient norm; 0 means none.
         grad_accumulation: number of micro-batches in a step, for gemini and fsdp.
-        sharding: settings by which fsdp divides the model. Its dtype is replaced by the dtype of ``precision``.
+        sharding: settings of fsdp. The dtype of ``precision`` replaces its dtype.
         offload: state that fsdp stores in host memory. ``average``: the averages; ``state``: averages and moments.
         streamed: blocks with frozen weights in host memory; not with fsdp.
-        initial: function that returns initial fp32 values for a shard of any parameter. None: use the module's values;
-            every rank then copies them temporarily to host memory.
+        initial: function that returns initial fp32 values for a shard of any parameter. None: use the module's values,
+            with a temporary copy in host memory.
         muon: settings of Muon (zero2, ddp, fsdp; without tensor or expert parallelism, and without offload of the
             state).
         eight_bits: True to store AdamW's moments in 8 bits (zero2, ddp, fsdp; without offload of the state).
 
-    Raises ValueError for an unknown plugin, precision or offload, or one that the plugin does not support.
+    Raises ValueError if a plugin, precision or offload is unknown, or does not work with the plugin.
     """
     if plugin not in PLUGINS or precision not in PRECISIONS:
         raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(PLUGINS)}")

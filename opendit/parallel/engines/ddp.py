@@ -1,4 +1,4 @@
-"""Engine of --plugin ddp: full weights on every rank. torch's DDP averages gradients, or the engine in a pipeline."""
+"""Engine of --plugin ddp: full weights on every rank, and torch's DDP, except in a pipeline."""
 
 import contextlib
 import math
@@ -16,8 +16,8 @@ from opendit.parallel.muon import Muon
 
 
 class DDPEngine(BoosterEngine):
-    """Engine with full fp32 weights and state on every rank, and autocast in the forward pass. ``layout`` describes
-    even shards of the state. These shards are views of the full tensors."""
+    """Engine with full fp32 weights and state on every rank, and autocast in the forward pass. The shards in ``layout``
+    are views of the full tensors."""
 
     plugin = "ddp"
     copied = True
@@ -26,8 +26,7 @@ class DDPEngine(BoosterEngine):
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
-        # This rank stores its complete slice of every parameter. Its shard in ``layout`` is an even division of the
-        # slice.
+        # this rank stores complete slices, and ``layout`` divides each slice evenly
         shares, ranks = {n: tuple(p.shape) for n, p in self._params.items()}, self.mesh.dims.size("loss")
         self._shares = Layout(
             self.mesh, shares, {n: [flat_cut("loss", math.prod(s), ranks)] for n, s in shares.items()}
@@ -45,13 +44,13 @@ class DDPEngine(BoosterEngine):
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # A forward pass of DDP decides whether the next backward pass reduces gradients. In a pipeline, the next
-        # backward pass may belong to another micro-batch, so _step reduces gradients.
+        # DDP's forward pass decides whether the next backward pass reduces gradients. In a pipeline, that pass may
+        # belong to another micro-batch, so _step reduces gradients.
         in_the_pass = last and self.mesh.pp_size == 1
         return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
 
     def _average(self, gradients: list[torch.Tensor]) -> None:
-        """Average gradients, in place, over the ranks that see different samples or tokens."""
+        """Average gradients over the ranks with different samples or tokens, in place."""
         group = self.mesh.group("loss")
         if group is not None:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -64,7 +63,7 @@ class DDPEngine(BoosterEngine):
         if gradient is None:
             self._torch_scaler.scale(cast(torch.Tensor, loss)).backward()
         else:
-            # Create the scaler's tensors on a rank that has no loss to scale.
+            # create the scaler's tensors on a rank without a loss
             self._torch_scaler.scale(gradient.new_zeros(()))
             torch.autograd.backward(loss, gradient)
 

@@ -19,8 +19,8 @@ from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 class FSDPEngine(OnePassEngine):
     """Engine with FSDP2 (``fully_shard``). Each rank stores some rows of every trained parameter, gradient, moment and
-    average, in fp32. FSDP2 gathers weights in the precision of the forward pass. ``dp_replicate`` groups of ranks have
-    a full copy each. A single rank stores full weights, as under zero2."""
+    average, in fp32. FSDP2 gathers weights in the precision of the forward pass. There are ``dp_replicate`` full
+    copies. A single rank stores full weights, as under zero2."""
 
     plugin = "fsdp"
     optimizer: ShardedOptimizer
@@ -112,8 +112,7 @@ class FSDPEngine(OnePassEngine):
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._accumulates:
-            # HSDP reduces gradients over shards, then over copies of the model. Only the last micro-batch needs the
-            # second step.
+            # reduce gradients over copies of the model only in the last micro-batch
             self.model.set_requires_all_reduce(last)
             if self._sharding.keep_gradients:
                 self.model.set_requires_gradient_sync(last)

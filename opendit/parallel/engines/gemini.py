@@ -11,8 +11,8 @@ from opendit.parallel.layout import Cut, Layout
 
 
 class GeminiEngine(BoosterEngine):
-    """Engine with ZeRO stage 3. Gemini joins parameters to chunks and divides every chunk among the ranks. This rank's
-    shard of a parameter is the overlap between the parameter and this rank's chunk range."""
+    """Engine with ZeRO stage 3. Gemini joins parameters to chunks and divides every chunk among the ranks. A rank's
+    shard of a parameter is the overlap with the rank's range of the chunk."""
 
     plugin = "gemini"
     whole = False
@@ -55,7 +55,7 @@ class GeminiEngine(BoosterEngine):
         scale = self.scaler_state().get("scale", 1.0)
         self.optimizer.step()
         if self._skipped:
-            # Discard the non-finite gradients. Otherwise Gemini would add the next micro-batch's gradients to them.
+            # Discard non-finite gradients. Otherwise Gemini would add the next micro-batch's gradients to them.
             self.optimizer.chunk_manager.accumulating_grads = False
             return self._on_host(math.inf, scale)
         return self._on_host(self.optimizer._current_grad_norm / scale, scale)
