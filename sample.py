@@ -7,8 +7,7 @@
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --sequence_parallel_size 4 --cfg_parallel
 
 Several processes divide the samples, or share the work of each sample. A sample's noise depends only on --seed and the
-sample's index.
-"""
+sample's index."""
 
 import sys
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    """Draw samples with the given flags. After an error, ``Supervisor`` ends the program with a one-line message."""
+    """Draw samples with these flags. After an error, ``Supervisor`` ends the program with a one-line message."""
     prepare_console()
     flags = read_flags(SampleConfig, argv)
     stages = Stages("Python, flags")  # the stages' times, for --profile
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> None:
             run = load_run(flags, mesh, stages)
         with run.lock:
             output = open_output(run)
-            supervisor.started(())  # later errors are the run's, not the flags'
+            supervisor.started(())  # later errors are not the flags' fault
             draw(run, output)
 
 

@@ -68,7 +68,7 @@ def train(run: Run) -> None:
 
 
 def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
-    """Yield the next step's micro-batches. Each is read on request, while the device computes."""
+    """Yield the next step's micro-batches. Each one is read when it is requested, while the device computes."""
     for batch in run.batches.of_next_step():
         micro_batch = run.inputs.of(batch)
         run.count(batch, micro_batch)
@@ -77,10 +77,10 @@ def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Converts a batch of the loader to a micro-batch: latents, noise, times and conditions.
+    """Converts the loader's batches to micro-batches: latents, noise, times and conditions.
 
-    A sample's random numbers are keyed by (seed, step, index in the global batch). Neither the number of ranks nor
-    resuming changes them.
+    A sample's random numbers are keyed by (seed, step, index in the global batch). So they do not depend on the number
+    of ranks or on resuming.
 
     Args:
         packing: how samples of different sizes are packed; None without ``--pack_tokens``.
@@ -131,7 +131,7 @@ class Inputs:
         return MicroBatch.of(x0, t, noise, condition, given, self.in_place, *more)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
-        """Return the latents x0, (B, C, ...) fp32, of samples x with one shape."""
+        """Return the samples x as latents, (B, C, ...) fp32. All samples have one shape."""
         from opendit.data.base import to_pixels
 
         return self.latents.of(to_pixels(x), step, index)
@@ -143,7 +143,7 @@ class Inputs:
         return normal(self.seed, step, index, Stream.NOISE, tuple(x0.shape[1:]))
 
     def condition(self, batch: Batch, index: Tensor) -> Condition:
-        """Return the samples' classes or captions, a random fraction of them replaced by the null condition."""
+        """Return the samples' classes or captions. The null condition replaces a random fraction."""
         from opendit.diffusion.random import Stream, uniform
 
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
@@ -198,7 +198,7 @@ def start(flags: TrainConfig) -> Path | None:
     Raises:
         SystemExit: code 1 if a file could not be written; other codes come from ``Supervisor`` and ``dry_run``.
     """
-    # Imported here, so that a wrong flag is reported without waiting for torch. Imported objects are no garbage.
+    # imported here, so that a wrong flag is reported without waiting for torch
     with collection_paused():
         from opendit.parallel.mesh import init_mesh
         from opendit.parallel.supervisor import Supervisor

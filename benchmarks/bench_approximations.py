@@ -2,18 +2,18 @@
 
     python -m benchmarks.bench_approximations --ckpt outputs/000-DiT-Ti-2 outputs/001-vDiT-Ti-822 --samples 10000
 
-The checkpoints are those of the embedded demos, digits and moving digits (docs/images.md, docs/video.md). Every setting
+The checkpoints are from the embedded demos, digits and moving digits (docs/images.md, docs/video.md). Every setting
 draws the same samples with the same seeds. The table has a row per setting, with these figures:
 
-- the exact sampler's block evaluations, divided by those of this setting;
+- the exact sampler's block evaluations, divided by this setting's;
 - milliseconds per sample, the median over whole batches after the first;
 - the relative error of the latents;
-- the share of samples in which a classifier, trained on real samples, sees what was requested (for clips, moving as
-  requested);
+- the share of samples in which a classifier, trained on real samples, sees what was requested (for clips, also the
+  requested direction);
 - the Fréchet distance to real training samples, with the features of ``opendit evaluate --features digits``.
 
-For comparison, further rows use the exact sampler with fewer steps. benchmarks/plot.py draws the rows of results.csv.
-"""
+For comparison, further rows use the exact sampler with fewer steps. benchmarks/plot.py draws the rows of
+results.csv."""
 
 import argparse
 import statistics
@@ -70,7 +70,7 @@ class Row:
 
 
 class Digits:
-    """Pictures of digits, from a model of ten classes."""
+    """Pictures of digits, from a model with ten classes."""
 
     sampler, scale = "ddim", 1.3
 
@@ -84,13 +84,13 @@ class Digits:
         self.real = Moments.of(picture_features(whole(real))["pool"]).gaussian()
 
     def judge(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (N,) bool, True if a sample is what was requested; and (N, D) features."""
+        """Return ((N,) bool, True if a sample shows what was requested; features (N, D))."""
         found = picture_features(pixels_of(self.codec.decode(latents)))
         return named_right(found["digit"], AskedDigits(torch.from_numpy(self.labels))), found["pool"]
 
 
 class Clips:
-    """Clips of moving digits, from a model of captions."""
+    """Clips of moving digits, from a model with captions."""
 
     sampler, scale = None, 3.0
 
@@ -140,7 +140,7 @@ class Bench:
         )
 
     def engine(self, setting: str) -> SamplingEngine:
-        """Build the engine of a setting. Raises ValueError if this machine or model does not support the setting."""
+        """Build a setting's engine. Raises ValueError if this machine or model does not support the setting."""
         name, *values = setting.split(":")
         settings, model = {"steps": self.args.steps}, self.pipe.model
         if name == "steps":
@@ -162,7 +162,7 @@ class Bench:
         return SamplingEngine(model, objective, sampler=self.sampler, cfg_scale=self.scale, **settings)
 
     def draw(self, engine: SamplingEngine) -> tuple[Tensor, float]:
-        """Return the latents of all samples, and the milliseconds per sample."""
+        """Return (all samples' latents, milliseconds per sample)."""
         args, drawn, seconds = self.args, [], []
         for first in range(0, args.samples, args.batch_size):
             index = torch.arange(first, min(first + args.batch_size, args.samples))
@@ -172,7 +172,7 @@ class Bench:
         return torch.cat(drawn), 1000 * statistics.median(seconds[1:] or seconds)
 
     def rows(self, say: Callable[[Row, Row], None]) -> list[Row]:
-        """Return a row for each setting, the exact one first. ``say`` is called with each row and the exact one."""
+        """Return a row for each setting, the exact one first. say: called with each row and the exact row."""
         rows: list[Row] = []
         for setting in dict.fromkeys([EXACT, *self.args.settings]):
             try:

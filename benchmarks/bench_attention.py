@@ -2,12 +2,11 @@
 
     python benchmarks/bench_attention.py [--kernels cudnn flash_attn] [--lengths 8192 74240] [--seconds 170] [--record]
 
-q, k, v are views of one tensor (B, N, 3, H, d), the output of a block's projection. The program first measures errors:
-it compares the outputs and gradients of short sequences with float64, and checks whether the gradients have the same
-bits in every run. It then measures speeds on batches of about TOKENS tokens: 4 B H N^2 d FLOP forward, and 2.5 times as
-many backward, divided by the median time. All kernels are timed in turn. If a kernel fails, its error is printed and
-the others continue. Cases for which --seconds leaves no time are listed.
-"""
+q, k, v are views of one tensor (B, N, 3, H, d), as in a block. The program first compares outputs and gradients of
+short sequences with float64, and checks whether the gradients have the same bits in every run. It then measures speeds
+on batches of about TOKENS tokens: 4 B H N^2 d FLOP forward, and 2.5 times as many backward, divided by the median time.
+The kernels take turns. If a kernel fails, its error is printed and the others continue. Cases for which --seconds
+leaves no time are listed."""
 
 import argparse
 import contextlib
@@ -36,9 +35,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS = {64: 24, 72: 16, 128: 24}  # DiT-XL has 16 of 72, vDiT-7B has 24 of 128
 LENGTHS = (8192, 74240, 256, 1024, 32768)  # the most interesting first
 SHORT = (257, 1024)  # short enough for an N x N matrix in float64
-TOKENS = 32768  # minimum tokens of a case, all samples together
+TOKENS = 32768  # minimum tokens of a case, over all samples
 BASELINE = "cudnn"
-AT_ONCE = 3  # calls queued together; few, because the queue is short and a call on packs launches many kernels
+AT_ONCE = 3  # calls queued together; few, because the queue is short
 
 
 @functools.cache
@@ -50,7 +49,7 @@ def flex_attention() -> Attend:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A line of the tables. lengths: the timed lengths that this kernel takes part in; None: all."""
+    """A line of the tables. lengths: the lengths at which this kernel is timed; None means all."""
 
     name: str
     attend: Callable[[], Attend]
@@ -59,7 +58,7 @@ class Kernel:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Attend]:
-        """Yield the attention function, with torch's deterministic mode as this kernel needs it."""
+        """Yield the attention function. Inside, torch's deterministic mode is set as this kernel needs it."""
         before = torch.are_deterministic_algorithms_enabled()
         memory: Any = torch.utils.deterministic
         memory.fill_uninitialized_memory = False  # as in training
@@ -75,7 +74,7 @@ def local(backend: str) -> Callable[[], Attend]:
 
 
 def package(head_size: int = 0) -> Callable[[], Attend]:
-    """Return the package's attention, with heads zero-padded to at least ``head_size``."""
+    """Return the flash_attn package's attention, with heads zero-padded to at least ``head_size``."""
 
     def attend() -> Attend:
         if flash_attn() is None:
@@ -108,8 +107,8 @@ class Case:
 
     @classmethod
     def of(cls, length: int, head_dim: int, tokens: int = TOKENS) -> "Case":
-        """Build a case. If ``length`` exceeds ``tokens``, the case has a quarter of the heads, like one of four ranks
-        that share a sequence."""
+        """Build a case. If ``length`` exceeds ``tokens``, the case has a quarter of the heads, as if four ranks shared
+        a sequence."""
         heads = HEADS.get(head_dim, 16)
         return cls(length, head_dim, heads // 4 if length > tokens else heads, max(1, tokens // length))
 
@@ -121,7 +120,8 @@ class Case:
 
 
 def inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """Return qkv (B, N, 3, H, d), its views q, k, v (B, H, N, d), and a gradient in the memory format of the result."""
+    """Return (qkv (B, N, 3, H, d), its views q, k, v (B, H, N, d), the output's gradient). The gradient has the
+    output's memory format."""
     generator = torch.Generator(device).manual_seed(0)
     random = functools.partial(torch.randn, device=device, generator=generator)
     qkv = random(case.samples, case.length, 3, case.heads, case.head_dim).to(dtype).requires_grad_()
@@ -203,7 +203,7 @@ def speeds(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, millisec
 
 
 class Trials:
-    """Runs measurements in turn, and reports those that fail and those for which no time is left."""
+    """Runs measurements in turn, and reports failed ones and those for which no time is left."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds

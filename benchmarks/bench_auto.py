@@ -43,7 +43,8 @@ LONG = f"--model vDiT-XL/222 --use_video {FAST} --num_classes 1000 --image_size 
 
 @dataclass(frozen=True)
 class Known:
-    """A step in results.csv (the newest row of this bench, case and number of GPUs), and the flags that produced it.
+    """A step in results.csv, and the flags that produced it. The newest row with this bench, case and number of GPUs
+    counts.
 
     metric: "ms", or samples/s on all GPUs."""
 
@@ -153,7 +154,7 @@ def plan() -> list[str]:
         f"{'step':76s} {'GPUs':>4s} {'ms':>8s} {'predicted':>9s} {'ratio':>6s} {'GiB':>6s} {'est.':>6s} {'ratio':>6s}"
     ]
     for known in KNOWN:
-        # In the sequence benchmark each group of ranks is alone, so it uses as many GPUs as the group has ranks.
+        # In the sequence benchmark, a case uses only as many GPUs as its group has ranks.
         gpus = known.samples if known.bench == "sequence model" else known.gpus
         (took, peak), (ms, gib) = measured(known), predicted(known.flags, gpus)
         memory = f"{peak:6.1f} {gib:6.1f} {gib / peak:6.3f}" if peak else f"{'':6s} {gib:6.1f}"
@@ -172,7 +173,7 @@ PAIRS = {  # model of 8 layers and length -> (flags, samples per step on 4 GPUs)
     "7B, 74k tokens": ("--recipe mock_pretrain_7b_768p --model vDiT-7Bx8/122", 2),
     "28B, 8k tokens": ("--recipe mock_pretrain_28b_256p_joint --model vDiT-28Bx8/122", 8),
 }
-RUN = (__file__, "run")  # train.py with the 8-layer models added
+RUN = (__file__, "run")  # train.py with additional models of 8 layers
 TARGET = 1.05  # largest acceptable ratio to the best product's time
 
 
@@ -202,7 +203,7 @@ class Trials:
 
 
 def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCTS) -> tuple[str, list[Priced]]:
-    """Return (flags of a pair, the best products according to auto, its choice first)."""
+    """Return (a pair's flags, the products that auto ranks best, its choice first)."""
     words, samples = PAIRS[pair]
     words += f" --global_batch_size {max(1, samples * gpus // 4)}"
     flags = parse(TrainConfig, [*words.split(), "--parallel", "auto", "--dry_run", str(gpus)])
@@ -211,13 +212,13 @@ def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCT
 
 
 def typed(words: str, one: Priced) -> str:
-    """Return the flags of a product, which override those of a recipe."""
+    """Return a product's flags. They override a recipe's."""
     recomputed = "" if one.candidate.grad_checkpoint else "--no_grad_checkpoint"
     return f"{words} {recomputed} {one.candidate}"
 
 
 def verdict(pair: str, gpus: int, chosen: list[Priced], trials: Trials) -> list[str]:
-    """Return lines that compare predictions with measurements, and auto's choice with the best measured product."""
+    """Return lines that compare predictions with measurements, and auto's choice with the fastest measured product."""
     lines, done = [f"{pair}, {gpus} GPUs"], []
     for one in chosen:
         found = trials.found.get(key_of(pair, gpus, one), {})

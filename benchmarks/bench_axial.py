@@ -9,16 +9,15 @@ The variants:
     blocking           one all-to-all before and one after attention
     collectives x G    these all-to-alls, cut into G parts
     direct x G         exchanges of G parts through symmetric memory
-    ring               the baseline: tokens are divided by position, and keys and values travel around the ranks in
-                       attention within frames and, with ``--full_attention``, in attention to all tokens
+    ring               the baseline: tokens are divided by position, and keys and values travel around the ranks
     default            the variant that a run uses
 
-In all variants but ring, attention to all tokens is shared as ``--sequence_parallel_type auto`` chooses. The figure of
-a variant is the time of compute only divided by its time; 1 means that communication costs nothing. (On CPUs, as in the
-second line, the figure means nothing.) On GPUs each variant is a CUDA graph. Every timing trial is between two trials
-of compute only, and the median of its ratio to these is taken. First, on a small grid, the output and gradients of each
-variant are compared with the results of one rank.
-"""
+In all variants but ring, attention to all tokens is shared as ``--sequence_parallel_type auto`` chooses. A variant's
+figure is the time of compute only divided by the variant's time; 1 means that communication costs nothing. On CPUs the
+figure means nothing.
+
+On GPUs each variant is a CUDA graph. Every timing trial is between two trials of compute only, and the result is the
+median ratio to these. First, on a small grid, each variant's output and gradients are compared with one rank's."""
 
 import argparse
 import functools
@@ -53,14 +52,14 @@ PARTS = (1, 2, 4)
 
 
 class Nothing:
-    """Exchange that uses a rank's tokens in place of those of the other layout, without communication."""
+    """Exchange without communication: a rank's tokens serve as tokens in the other layout."""
 
     def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
         return attend(x, slice(0, grid.share(grid.away)))
 
 
 class InPlace:
-    """Layout for attention within frames when tokens are divided by position: the ring attention fetches the other
+    """Layout for attention within frames if tokens are divided by position. The ring attention fetches the other
     positions."""
 
     def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
@@ -68,7 +67,7 @@ class InPlace:
 
 
 class Layer:
-    """An ST-DiT block on this rank's tokens of one clip, with random weights that all ranks share."""
+    """An ST-DiT block on this rank's tokens of one clip. All ranks have the same random weights."""
 
     def __init__(self, mesh: Mesh, sizes: tuple[int, int], hidden: int, heads: int, full: bool, dtype: torch.dtype):
         self.mesh, self.sizes, self.group = mesh, sizes, Group.of(mesh.sp_group)
@@ -93,7 +92,7 @@ class Layer:
         exchange: Any = {COMPUTE_ONLY: Nothing(), BLOCKING: AllToAll(1), RING: InPlace()}.get(name)
         kind, _, parts = name.partition(" x ")
         if parts:
-            memory = cast(PeerMemory, self.memory)  # only DirectExchange needs it, and then it is there
+            memory = cast(PeerMemory, self.memory)  # DirectExchange needs the memory, and exists only with it
             exchange = AllToAll(int(parts)) if kind == "collectives" else DirectExchange(memory, int(parts))
         if full is not None and name in (COMPUTE_ONLY, RING):
             full = ComputeOnly() if name == COMPUTE_ONLY else UlyssesRing(Group(None, 0, 1), self.group)
@@ -104,12 +103,12 @@ class Layer:
 
     @property
     def memory(self) -> PeerMemory | None:
-        """The ranks' symmetric memory; None if there is none."""
+        """The ranks' symmetric memory; None if the machine has none."""
         return connect(self.group, self.mesh.device)[0]
 
     def step(self, name: str, shards: SequenceShards | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return (output, gradient of x, gradients of the weights) for this rank's tokens or, without shards, for all
-        tokens."""
+        """Return (output, gradient of x, gradients of the weights) for this rank's tokens. Without shards, return them
+        for all tokens."""
         for module in self.block.modules():
             if isinstance(module, Attention):
                 module.attend = self.attend
@@ -125,8 +124,8 @@ class Layer:
         return output.detach(), dx, grads
 
     def error(self, name: str) -> float:
-        """Return the largest relative error of the output, the gradient of x and the gradients of weights against one
-        rank's."""
+        """Return the largest relative error, against one rank, in the output and in the gradients of x and the
+        weights."""
         shards = self.shards(name)
         (output, dx, grads), (want, want_dx, want_grads) = self.step(name, shards), self.step(WHOLE, None)
         for grad in grads:

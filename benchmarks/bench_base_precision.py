@@ -5,9 +5,8 @@
 The model is a FLUX.1 with random weights, N(0, 1 / inputs), and a non-zero LoRA of rank 16. Errors are RMS differences
 relative to a model that computes in float32 with the same weights. For gradients, the table has the median and the
 maximum over all matrices A, and over all matrices B. The first row shows the error of bf16 alone; on a CPU, which
-computes in fp32, it is zero. --fp8 adds products in FP8 on GPUs that support them. The table also has the bytes per
-weight of the blocks.
-"""
+computes in fp32, it is zero. --fp8 adds products in FP8 on GPUs that support them. The table also has the blocks' bytes
+per weight."""
 
 import argparse
 import math

@@ -4,11 +4,10 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_block.py ...
     python benchmarks/bench_block.py --tiny
 
-A block's time, forward and backward, is half of the difference between networks of three blocks and of one. The floor
-is the time of the block's products and its attention, each with its gradients, in the order of the network. The
-networks and the floor are timed in turn for --rounds rounds in one process, and medians are reported. Several ranks
-share the tokens of one sample by Ulysses. Each rank holds all weights, and no gradients are summed.
-"""
+A block's time, forward and backward, is half of the difference between networks with three blocks and with one. The
+floor is the time of the block's products and attention alone, with their gradients. The networks and the floor take
+turns for --rounds rounds, and medians are reported. Several ranks share a sample's tokens by Ulysses. Each rank holds
+all weights, and no gradients are summed."""
 
 import argparse
 import statistics
@@ -39,7 +38,7 @@ BLOCKS = 1, 3
 
 
 class Network:
-    """A network of ``count`` blocks on random latents, whose tokens the ranks of ``mesh`` share."""
+    """A network of ``count`` blocks on random latents. The ranks of ``mesh`` share the tokens."""
 
     def __init__(self, mesh: Mesh, name: str, size: tuple[int, ...], count: int, small: bool):
         known = "wan-1.3b" if name.startswith("wan") else name
@@ -70,7 +69,7 @@ class Network:
 
 
 def floor_of(one: Network, more: Network, mesh: Mesh) -> Callable[[], None]:
-    """Return a function that runs the products and attention of one block, with their gradients."""
+    """Return a function that runs only one block's products and attention, with their gradients."""
     assert one.config.text is not None
     products, attentions = products_of(more.config, one.config.text.max_tokens)
     for found, less in zip((products, attentions), products_of(one.config, one.config.text.max_tokens), strict=True):

@@ -6,14 +6,13 @@ Also time steps of all of FLUX.1's weights on two GPUs, with blocks, gradients a
     python benchmarks/bench_cards.py --only whole    all weights, on two GPUs
     python benchmarks/bench_cards.py --tiny          small models on a CPU, to try this file
 
-The weights are random, in the published sizes; latents and embeddings are random too (--data_path mock). Every case is
-a separate process that calls ``torch.cuda.set_per_process_memory_fraction`` with its cap before train.py runs. Like
-torch's own figures, the cap does not include the CUDA context. The figures are the median of the STEPS steps after
-WARMUP, and the peaks of the memory that torch allocated and reserved. The estimate is that of memory.py for the same
-flags. A case that does not fit prints one line, and the others run. After --seconds no new case begins.
-Cases of more ranks than there are GPUs are left out. A case without updates runs the same passes and drops the
-gradients.
-"""
+The weights have the published sizes. Weights, latents and embeddings are random (--data_path mock). Every case is a
+separate process that calls ``torch.cuda.set_per_process_memory_fraction`` with its cap. As in torch's own figures, the
+cap does not include the CUDA context. The figures are the median of the STEPS steps after WARMUP, and the peaks of the
+memory that torch allocated and reserved. The estimate is memory.py's for the same flags.
+
+A case that does not fit prints one line, and the others run. After --seconds no new case begins. Cases with more ranks
+than GPUs are left out. A case without updates runs the same passes and drops the gradients."""
 
 import argparse
 import json
@@ -54,8 +53,7 @@ class Case:
 
     Attributes:
         cap: GiB; None: no cap.
-        limit: largest acceptable ratio to the step time of the first case with the same :attr:`compared`; None: no
-            limit.
+        limit: largest acceptable ratio to the step time of the first case with equal :attr:`compared`; None: no limit.
         ranks: number of processes.
         updates: False to leave the update out of every step.
     """
@@ -70,7 +68,7 @@ class Case:
 
     @property
     def compared(self) -> tuple[str, int]:
-        """Cases with the same value are compared with the first of them."""
+        """Cases with equal values are compared with the first of them."""
         return self.model, self.ranks
 
 
@@ -106,7 +104,7 @@ TINY_FLAGS |= {"--fp8": "", "--enable_cuda_graph": "", "--lora 16": "--lora 2", 
 
 
 def without_update(self: Any) -> Any:
-    """Take the place of a fsdp engine's step: drop the gradients."""
+    """Replace a fsdp engine's step: drop the gradients."""
     from opendit.parallel.engines import StepResult
 
     self.model.zero_grad(set_to_none=True)
@@ -133,7 +131,7 @@ def run(argv: list[str], cap: float | None, updates: bool = True) -> None:
 
 
 def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
-    """Return a step's seconds, the peaks and the estimate. Raises RuntimeError with the last lines of a failed run."""
+    """Return a step's seconds, the peaks and the estimate. Raises RuntimeError with a failed run's last lines."""
     flags = f"{case.flags} {COMMON}"
     for word, other in TINY_FLAGS.items() if tiny else ():
         flags = flags.replace(word, other)
@@ -154,7 +152,7 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
         lines = [json.loads(line) for line in log.read_text().splitlines()]
     found = {"step s": statistics.median(1 / line["samples_per_s"] for line in lines[WARMUP:])}
     for line in done.stdout.splitlines():
-        if line.startswith("PEAKS"):  # of several ranks that of the last one to end, which differ little
+        if line.startswith("PEAKS"):  # the last rank to end; other ranks differ little
             found["allocated GiB"], found["reserved GiB"] = map(float, line.split()[1:])
         if line.startswith("memory: "):
             found["estimated GiB"] = float(line.split()[1])

@@ -44,7 +44,7 @@ def local_bytes(engine: Engine, ema: EMA) -> int:
 
 
 def measure(args, info: dict, engine: Engine, ema: EMA, mesh: Mesh, folder: Path, kind: str) -> dict[str, float]:
-    """Return the figures of one format, by metric. Each is the maximum over ranks."""
+    """Return one format's figures, by metric. Each is the maximum over ranks."""
     stalls, writes = [], []
     with Checkpoints(folder, engine, ema, info, keep=1, sharded=kind == "sharded") as checkpoints:
         for step in range(1, args.saves + 1):

@@ -98,7 +98,7 @@ ROWS |= {
     "meanflow": "--objective meanflow",  # measure it with --steps 1 and 2
     "meanflow_guided": "--objective meanflow --meanflow_guidance 1.5",
 }
-PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values per token of width 384; measured at 32 px
+PIXELS_64 = "--model DiT-S/16 --image_size 64"  # a token of width 384 has 768 values; measured at 32 px
 ROWS |= {
     "min_snr": "--flow_min_snr 5",
     "contrast": "--flow_contrast 0.05",
@@ -198,9 +198,7 @@ class InMemory(MediaDataset):
 
 
 class Classifier(nn.Module):
-    """A small ResNet from pixels (B, 3, 32, 32) in [-1, 1] to features (B, 5 * width) and logits (B, 10).
-
-    At width 64 it has 3.2 million weights."""
+    """A small ResNet from pixels (B, 3, 32, 32) in [-1, 1] to features (B, 5 * width) and logits (B, 10)."""
 
     def __init__(self, width: int = 64):
         super().__init__()
@@ -229,8 +227,8 @@ def scaled(pixels: Tensor) -> Tensor:
 
 
 def augmented(padded: Tensor, rows: Tensor) -> Tensor:
-    """Return padded[rows] (B, 32, 32, 3) of pictures (N, 40, 40, 3), randomly cropped, mirrored and covered by a grey
-    square."""
+    """Return the pictures ``rows``, (B, 32, 32, 3), randomly cropped, mirrored and covered by a grey square. padded:
+    (N, 40, 40, 3)."""
     count, device, reach = len(rows), padded.device, torch.arange(SIDE, device=padded.device)
     down, across = torch.randint(9, (2, count, 1), device=device) + reach
     across = torch.where(torch.rand(count, 1, device=device) < 0.5, across, across.flip(1))
@@ -268,9 +266,9 @@ def train_classifier(
             optimizer.step()
             schedule.step()
             average.update_parameters(model)
-    # Augmented pictures have other means and variances than real ones; with those, 4 % more are named wrong.
+    # Update batch norm with real pictures, because augmented pictures have other means and variances.
     torch.optim.swa_utils.update_bn((scaled(part) for part in clean.split(BATCH)), average.module)
-    # Store convolutions, the only large weights, in half precision, which does not change the result.
+    # Store convolutions, the only large weights, in half precision. The result does not change.
     tensors = {k: v.half() if v.dim() == 4 else v for k, v in average.module.state_dict().items()}
     tensors = {k: v.cpu().contiguous() for k, v in tensors.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -293,8 +291,8 @@ def load_classifier(file: Path, device: torch.device) -> Classifier:
 
 @torch.inference_mode()
 def features_of(model: Classifier, pixels: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return features (N, D) and classes (N,) of uint8 pictures (N, 32, 32, 3), averaged over a picture and its mirror
-    image."""
+    """Return features (N, D) and classes (N,), averaged over each picture and its mirror image. pixels: uint8 (N, 32,
+    32, 3)."""
     device, pools, named = model.head.weight.device, [], []
     for part in torch.from_numpy(pixels).split(BATCH):
         x = scaled(part.to(device))
@@ -314,8 +312,7 @@ def share_named(model: Classifier, pictures: Pictures) -> float:
 
 
 def views(pixels: Tensor) -> Tensor:
-    """Return random views of pictures (B, 3, 32, 32) in [-1, 1]: cropped, mirrored, and with changed colours or in
-    grey."""
+    """Return random views of pictures (B, 3, 32, 32) in [-1, 1]: cropped, mirrored, and recoloured or grey."""
     count, device = len(pixels), pixels.device
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -366,8 +363,8 @@ def train_teacher(pictures: Pictures, folder: Path, epochs: int, tiny: bool) -> 
 
 @torch.inference_mode()
 def share_of_neighbours(folder: Path, train: Pictures, test: Pictures) -> float:
-    """Return the share of test pictures whose class is the most frequent one among their nearest training pictures. The
-    features are the mean of the encoder's tokens."""
+    """Return the share of test pictures that their nearest training pictures classify correctly. Features are the mean
+    of the encoder's tokens."""
     from transformers import Dinov2Model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -393,7 +390,7 @@ def nearest(pixels: np.ndarray, train: np.ndarray, device: torch.device) -> Tens
     """Return each picture's distance to the nearest training picture or its mirror image, (N, 1).
 
     The distance is 1 minus the correlation of the pixels. By Euclidean distance, a picture without contrast would be
-    near to every other one."""
+    near every other picture."""
 
     def unit(part: Tensor) -> Tensor:
         x = part.to(device).flatten(1).float()
@@ -425,7 +422,7 @@ class Metric:
         return cls(classifier, Moments.of(pool).gaussian(), train.pixels, held_out)
 
     def __call__(self, pixels: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Return the metrics of pictures uint8 (N, 32, 32, 3) whose requested classes are ``labels`` (N,)."""
+        """Return the metrics. pixels: uint8 (N, 32, 32, 3). labels: (N,) requested classes."""
         pool, named = features_of(self.classifier, pixels)
         near = nearest(pixels, self.train, pool.device)
         return {
@@ -436,7 +433,7 @@ class Metric:
 
 
 def floor(classifier: Classifier, train: Pictures, test: Pictures) -> dict[str, float]:
-    """Return two distances between real pictures: between halves of the test split, and between equally many training
+    """Return two Fréchet distances between real pictures: between halves of the test split, and between training
     pictures and the test split."""
     pool, _ = features_of(classifier, test.pixels)
     rows = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))  # may be sorted by class
@@ -453,9 +450,10 @@ def floor(classifier: Classifier, train: Pictures, test: Pictures) -> dict[str, 
 
 
 def seconds_of(lines: Sequence[dict[str, Any]], batch: int, step: int | None = None) -> float:
-    """Return the seconds of training up to a step, at the median speed of the log's lines. None: the last logged step.
+    """Return the seconds of training up to a step, at the median speed in the log. step: None means the last logged
+    step.
 
-    The first line, during which kernels are compiled and graphs recorded, counts only if it is the only one."""
+    The first line includes compilation, so it counts only if it is the only one."""
     if not lines:
         return 0.0
     rate = statistics.median(line["samples_per_s"] for line in lines[1:] or lines)
@@ -463,7 +461,7 @@ def seconds_of(lines: Sequence[dict[str, Any]], batch: int, step: int | None = N
 
 
 def read_log(outputs: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of the log of the newest run in ``outputs``."""
+    """Return the complete log lines of the newest run in ``outputs``."""
     runs = run_folders(outputs)
     log = runs[-1] / "log.jsonl" if runs else outputs
     if not log.is_file():
@@ -484,12 +482,12 @@ def flags_of(args: argparse.Namespace, own: str, seed: int) -> list[str]:
     speed = TINY if args.tiny else ON_GPU if torch.cuda.is_available() else "--mixed_precision fp32 --num_workers 0"
     words, last = shlex.split(f"{BASE} {speed} {args.more} {own} --ckpt_every {args.every} --global_seed {seed}"), {}
     words = [str(args.outputs / TEACHER) if word == TEACHER else word for word in words]
-    for word in words:  # keep only the last occurrence of a flag (or of its --no_ form), so that train.py is silent
+    for word in words:  # keep only a flag's last occurrence, so that train.py gives no warning
         if word.startswith("--"):
             values = last[word.replace("--no_", "--").partition("=")[0]] = [word]
         else:
             values.append(word)
-    if "--average" in last:  # takes the place of --ema_decay
+    if "--average" in last:  # it replaces --ema_decay
         del last["--ema_decay"]
     return [word for values in last.values() for word in values]
 
@@ -553,7 +551,7 @@ def chosen(checkpoints: Path, count: int) -> list[Path]:
 
 
 def draw(weights: Path, labels: np.ndarray, steps: int, args: argparse.Namespace) -> np.ndarray:
-    """Return samples of a checkpoint's averaged weights, uint8 (N, 32, 32, 3). Larger ones are scaled down."""
+    """Return samples from a checkpoint's averaged weights, uint8 (N, 32, 32, 3). Larger samples are scaled down."""
     pipe = opendit.load(weights)
     how = {"steps": steps, "guidance": args.guidance, "guidance_by": args.guidance_by}
     drawn = pipe(labels.tolist(), **how, seed=0, batch_size=min(BATCH, args.samples), progress=False)
@@ -606,7 +604,7 @@ def run_rows(args: argparse.Namespace, argv: list[str], rows: dict[str, str]) ->
 
 
 def collect(outputs: Path) -> list[dict[str, Any]]:
-    """Return the contents of all rows' JSON files, write results.json and recipes.png, and print the table."""
+    """Write results.json and recipes.png, print the table, and return the rows from all JSON files."""
     facts = json.loads((outputs / "real.json").read_text())
     rows = [json.loads(path.read_text()) for path in sorted(outputs.glob("*-*.json"))]
     (outputs / "results.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
@@ -624,8 +622,8 @@ def collect(outputs: Path) -> list[dict[str, Any]]:
 
 
 def csv_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all points as rows for results.csv. The baseline is the base row of the same seed at the same time within
-    5 %."""
+    """Return all points as rows for results.csv. The baseline is the base row with the same seed, at the same time
+    within 5 %."""
     found = []
     for row in rows:
         case = f"{row['name']} {row['flags']} {row['more']} seed {row['seed']}"
@@ -641,7 +639,7 @@ def csv_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(rows: Sequence[dict[str, Any]], lowest: float, file: Path) -> None:
-    """Plot the distance against pictures seen and against GPU seconds. Rows of one name share a colour."""
+    """Plot the distance against pictures seen and against GPU seconds. Rows with one name share a colour."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
 

@@ -32,7 +32,7 @@ from opendit.checkpoint.run_folders import run_folders
 from opendit.config.recipes import FAST
 from opendit.data.captioned_media import TableRow, write_csv
 
-EVERY, WARMUP = 5, 20  # steps per line of the log, and steps that are not counted
+EVERY, WARMUP = 5, 20  # steps per log line, and first steps that are not counted
 FRAMES, NARROWER = 16, 32
 
 
@@ -40,8 +40,8 @@ FRAMES, NARROWER = 16, 32
 class Case:
     """A run to measure.
 
-    model, batch: of the run. tiny: its model without a GPU. flags: further flags of train.py. data: folder of the data.
-    about: description of the data."""
+    model, batch: the run's. tiny: the run's model without a GPU. flags: further flags of train.py. data: the data's
+    folder. about: description of the data."""
 
     name: str
     model: str
@@ -108,7 +108,7 @@ def make_data(folder: Path, names: set[str], args: argparse.Namespace) -> None:
 
 
 def measure(case: Case, folder: Path, args: argparse.Namespace) -> tuple[float, float]:
-    """Return (wait as a share of the time, samples per second) of a run's steps after the first ``WARMUP``."""
+    """Return (wait as a share of the time, samples per second) of a run, without the first ``WARMUP`` steps."""
     outputs = folder / f"run_{case.name}"
     batch, model = (4, case.tiny) if args.tiny else (case.batch, case.model)
     flags = f"--model {model} --batch_size {batch} --image_size {args.side} --data_path {folder / case.data} "

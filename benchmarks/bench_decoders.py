@@ -32,7 +32,7 @@ CODECS = {
 
 
 def write(path: str, width: int, height: int, codec: str, length: int = LENGTH, seed: int = SEED) -> None:
-    """Write a clip of drifting, blurred noise with some grain. It takes about as long to decode as a camera's clip."""
+    """Write a clip of drifting, blurred noise with some grain. Decoding takes about as long as for a camera's clip."""
     os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints a page per file
     import av
 
@@ -99,8 +99,7 @@ def serve(name: str, pipe: Connection) -> None:
 
 
 class Side:
-    """A decoder in its process. speeds: frames per processor second in each round. pixels: hash of the pixels that it
-    read."""
+    """A decoder in its process. speeds: frames per processor second in each round. pixels: hash of the pixels."""
 
     def __init__(self, name: str):
         context = multiprocessing.get_context("spawn")

@@ -32,7 +32,7 @@ METRICS = ("fid", "sfid", "is", "pr", "kid")
 
 
 def write_pictures(path: Path, count: int, side: int, seed: int) -> Path:
-    """Write smooth noise of varying brightness, which a network can tell apart, as an .npz like sample.py's."""
+    """Write smooth noise of varying brightness as an .npz like sample.py's."""
     rng = np.random.default_rng(seed)
     small = rng.normal(128 + 5 * seed, 60, (count, 8, 8, 3)).clip(0, 255).astype(np.uint8)
     np.savez(path, arr_0=small.repeat(side // 8, axis=1).repeat(side // 8, axis=2))

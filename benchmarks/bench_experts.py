@@ -5,9 +5,8 @@
 
 The batch is the same, by default one sample per rank. In "nothing sent" the experts are divided, but tokens stay on
 their ranks; the difference to "experts divided" is the cost of the all-to-alls. Every timing trial is between two
-trials of the first variant, and the median of its ratio to these is taken. In the first variant a rank gathers the
-weights of all experts, in the others none.
-"""
+trials of the first variant, and the result is the median ratio to these. In the first variant, a rank gathers all
+experts' weights."""
 
 import argparse
 import contextlib
@@ -45,7 +44,7 @@ GIB = 2**30
 
 @contextlib.contextmanager
 def sending(really: bool) -> Iterator[None]:
-    """Send tokens to the ranks of their experts inside the block if ``really``; otherwise tokens stay."""
+    """Inside the block, send tokens to their experts' ranks if ``really``; otherwise tokens stay."""
     stays = mock.patch.object(collectives, "_start_all_to_all", lambda send, *_: collectives.Flight([], send, send))
     with contextlib.nullcontext() if really else stays:
         yield
@@ -95,7 +94,7 @@ def timed(mesh: Mesh, step: Callable[[], None], repeats: int) -> float:
 
 
 def peak(mesh: Mesh, step: Callable[[], None]) -> float:
-    """Return the GiB that a step allocates in addition to the memory in use before it."""
+    """Return the GiB that a step allocates in addition to the memory in use before."""
     if mesh.device.type != "cuda":
         return 0.0
     torch.cuda.synchronize()

@@ -33,11 +33,11 @@ from benchmarks.faults.lab import FAULTS, Fault, Outcome, Shared, judge, registe
 from benchmarks.faults.processes import Starter
 from benchmarks.results import append, commit
 
-INSIDE = "BENCH_FAULTS_MOUNTS"  # environment variable: may this process mount private disks?
+INSIDE = "BENCH_FAULTS_MOUNTS"  # environment variable; set if this process may mount private disks
 
 
 def enter_own_mounts() -> None:
-    """Restart this program in a private mount namespace, or continue in the current one if that is not allowed."""
+    """Restart this program in a private mount namespace. If that is not allowed, continue in the current one."""
     if INSIDE in os.environ:
         return
     unshare = ["unshare", "-rm"]
@@ -87,8 +87,8 @@ COLUMNS = ("date", "commit", "class", "fault", "end", "seconds", "lost", "exit_c
 def write_csv(results: dict[str, Outcome], path: Path) -> None:
     """Write a row per fault, as in benchmarks/faults.csv.
 
-    end: ends or goes on. seconds: from the fault to the end of the last process; empty if the fault was left out.
-    verdict: empty if the fault ended as it should."""
+    end: ends or goes on. seconds: from the fault to the last process's end; empty if the fault was left out. verdict:
+    empty if the fault ended as it should."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

@@ -4,9 +4,7 @@
 
 The program writes a checkpoint and a VAE of Stable Diffusion's shape, both with random values, into a temporary folder.
 It then starts ``sample.py --profile`` for one picture --trials times in sequence, with the files in the system's cache.
-The first start may compile kernels that Triton's cache lacks, and is reported separately. For the others the median is
-reported.
-"""
+The first start may compile kernels, and is reported separately. Of the others, the median is reported."""
 
 import argparse
 import json

@@ -3,10 +3,9 @@
     python benchmarks/bench_fp8_sampling.py [--samples 2 16 128] [--only PART ...]
 
 Times are microseconds per call, within a CUDA graph of many calls. Each call uses another weight, so that weights come
-from memory as in a model, not from a cache. Products are timed in bf16, in float8 with one scale per tensor, and in
-float8 with one scale per row. The kernels for activations are timed in the same three ways. With one scale per tensor,
-their time includes the pass that finds the scale.
-"""
+from memory as in a model, not from a cache. Products and the kernels for activations are timed in bf16, in float8 with
+one scale per tensor, and in float8 with one scale per row. With one scale per tensor, the kernels' time includes the
+pass that finds the scale."""
 
 import argparse
 import itertools

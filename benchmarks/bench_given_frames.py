@@ -28,7 +28,7 @@ FRAMES, FULL, SIZE, INTERVAL, SEED = 8, 48, 64, 6, 1
 
 
 def held_out(count: int, side: int) -> tuple[np.ndarray, list[str]]:
-    """Return (count, 8, side, side, 3) uint8, the frames that training would read of such files, and captions."""
+    """Return (count, 8, side, side, 3) uint8, the frames that training would read from such files, and captions."""
     images, labels = digits_split("test")
     random, pairs = np.random.default_rng(SEED), [(digit, way) for digit in range(10) for way in DIRECTIONS]
     clips, captions = [], []

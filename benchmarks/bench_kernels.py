@@ -3,10 +3,8 @@
     python benchmarks/bench_kernels.py [--batch 512 --length 256 --width 1152 --dtype bf16] [--record]
     python benchmarks/bench_kernels.py --sweep        # launch shapes instead: rows, tiles, warps, stages, ...
 
-The bandwidth of an operation is the number of bytes that it must move (each activation once, without modulation,
-statistics and sums) divided by its median time. The figure "share of copy bandwidth" is this bandwidth divided by the
-bandwidth of a copy of one tensor of activations.
-"""
+An operation's bandwidth is the number of bytes that it must move, divided by its median time. Each activation counts
+once; modulation, statistics and sums do not count. "share of copy bandwidth" is this bandwidth divided by a copy's."""
 
 import argparse
 import functools
@@ -86,7 +84,7 @@ class Inputs:
     def backward(self, function: Callable) -> Callable[[], object]:
         graphs = []
         for leaves, weights in self.sets:
-            # Make modulation a leaf, so that the gradient of chunk() is not timed.
+            # The modulation is a leaf, so that chunk()'s gradient is not timed.
             arguments = [
                 a if a.is_leaf else a.detach().requires_grad_() for a in arguments_of(self.op, leaves)
             ]  # detach keeps the strides
@@ -102,7 +100,7 @@ class Inputs:
 
 
 def split_heads_calls(args) -> dict[str, Callable[[], object]]:
-    """Return the backward passes of split_heads, with the bias's gradient. dq, dk, dv have the layout of attention
+    """Return split_heads's backward passes, with the bias's gradient. dq, dk, dv have the layout of attention
     kernels."""
     shape = (args.batch, args.length, HEADS, args.width // HEADS)
     random = functools.partial(torch.randn, device="cuda", dtype=DTYPES[args.dtype])
@@ -163,7 +161,7 @@ def operator_calls(name: str, args) -> Iterator[tuple[str, int, dict[str, Callab
 
 
 def copy_ms(args) -> float:
-    """Return the time of a copy of one tensor of activations, which shows the card's memory bandwidth."""
+    """Return the time of a copy of one activation tensor, which shows the card's memory bandwidth."""
     shape = (args.batch, args.length, args.width)
     size = args.batch * args.length * args.width * DTYPES[args.dtype].itemsize
     count = max(1, min(16, int(2 * CACHE // size)))
@@ -282,7 +280,7 @@ SWEEP = {
 
 
 def sweep(args) -> None:
-    """Print the times of all launch shapes, the best first. The first line of each kernel is the default shape."""
+    """Print the times of all launch shapes, the best first. Each kernel's first line is the default shape."""
     copy = copy_ms(args)
     print(f"copy {copy:.4f} ms")
     for kernel, launches in SWEEP.items():

@@ -39,7 +39,7 @@ ARGV += "--log_every 1 --sample_every 0".split()
 
 @dataclass
 class Kill:
-    """A kill: the newest checkpoint before it, and whether it happened during a save."""
+    """A kill: the newest checkpoint before the kill, and whether the kill happened during a save."""
 
     rank: int
     step: int
@@ -63,8 +63,8 @@ def kill_once(
 ) -> Kill:
     """Start the run and kill one of its ranks.
 
-    With ``in_save`` the kill happens during a save one to three steps later, otherwise around the end of the start-up,
-    which takes about ``startup`` seconds."""
+    With ``in_save`` the kill happens during a save, one to three steps later. Otherwise it happens around the end of
+    the start-up, which takes about ``startup`` seconds."""
     ranks, began, run = launch(programs, argv), time.monotonic(), checkpoints.parent
 
     def wait_for(condition: Callable[[], object]) -> None:
@@ -85,7 +85,7 @@ def kill_once(
     programs.wait(lambda: ranks[rank].code() is not None, 10, "the end of what was killed")
     after_s, hit = time.monotonic() - began, bool(before & saving(checkpoints))
     step = newest_step(run)
-    time.sleep(choose.uniform(0, 0.2))  # the other rank lives on shortly, because torchrun does not notice at once
+    time.sleep(choose.uniform(0, 0.2))  # torchrun kills the other rank only after a short time
     programs.kill_all()
     return Kill(rank, step, after_s, hit)
 
@@ -118,7 +118,7 @@ def main() -> None:
     choose, began = random.Random(args.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Programs(starter := Starter(), Path(folder, "cwd")) as programs:
         outputs = {name: Path(folder, name) for name in ("whole", "killed")}
-        # More steps than the run completes between the kills. The rest is trained after the last kill.
+        # More steps than the run completes between the kills, so that some remain after the last kill.
         argv = [*ARGV, "--plugin", args.plugin, "--checkpoint_format", args.checkpoint_format]
         argv += ["--max_steps", str(40 + 5 * args.kills), "--ckpt_every", "1", "--ckpt_keep", "2"]
         finish(programs, [*argv, "--outputs", str(outputs["whole"])])
@@ -126,7 +126,7 @@ def main() -> None:
         run = outputs["killed"] / RUN
         checkpoints, kills, startup = run / "checkpoints", [], 0.0
         for number in range(1, args.kills + 1):
-            # The first kill is during a save too: without a checkpoint, a restart would be a new run.
+            # The first kill is during a save, because without a checkpoint a restart would be a new run.
             in_save = 2 * sum(one.in_save for one in kills) <= len(kills)
             made = kill_once(programs, again, checkpoints, choose, in_save, startup)
             startup = made.after_s if in_save else startup

@@ -2,9 +2,8 @@
 
     python benchmarks/bench_lora.py [--rank 16] [--layers 32768x1152x4608 ...] [--seconds 0.2] [--results FILE]
 
-A layer is ROWSxINxOUT. "output" is the forward product without the thin product x a^T, "input's gradient" is dy W +
-dthin a, and "thin gradients" are those of x a^T and of b. Kernel and torch take turns, and medians are reported.
-"""
+A layer is ROWSxINxOUT. "output" is the forward product without the thin product x a^T. "input's gradient" is dy W +
+dthin a. "thin gradients" are those of x a^T and of b. Kernel and torch take turns, and medians are reported."""
 
 import argparse
 import statistics
@@ -29,7 +28,7 @@ TURNS = 5
 
 
 def milliseconds(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Return the median time of a call, of TURNS turns in which each call runs for about ``seconds / TURNS``."""
+    """Return each call's median time over TURNS turns. In a turn, each call runs for about ``seconds / TURNS``."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: dict[str, list[float]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
@@ -61,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", generator=generator).bfloat16()
 
-    lora.LONGEST_SUM, lora.SMALLEST_OUTPUT = sys.maxsize, 0  # so that the kernel is also timed where it is not used
+    lora.LONGEST_SUM, lora.SMALLEST_OUTPUT = sys.maxsize, 0  # time the kernel also where it is not used
     for layer in args.layers:
         count, width, out = map(int, layer.split("x"))
         x, dy, weight, bias = normal(count, width), normal(count, out), normal(out, width), normal(out)

@@ -66,7 +66,7 @@ class State:
 
 
 def milliseconds(device: torch.device, repeat: int, work: Callable[[], object], finish: Callable[[], None]) -> float:
-    """Return the median time of ``repeat`` calls of ``work``, including its work on other streams (``finish``)."""
+    """Return the median time of ``repeat`` calls of ``work``. finish: waits for the work on other streams."""
     times = []
     for number in range(repeat + 1):
         synchronize(device)

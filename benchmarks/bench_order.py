@@ -63,7 +63,7 @@ def _blend(rows: int) -> SourceRows:
 
 
 class _Sized(MediaDataset):
-    """Media of many sizes. The sizes are mapped from a file."""
+    """Media with many sizes, mapped from a file."""
 
     def __init__(self, sizes: np.ndarray):
         self.sizes = sizes
@@ -120,7 +120,7 @@ CASES: dict[str, Callable[[np.ndarray, int], BatchSchedule]] = {
         _tars(keys, MIXED, share=0.01), batch, PARTS, 0
     ),
 }
-FIRST = ("data set in buckets", "mixed tars", "mixed tars, held out")  # cases whose first start writes a cache
+FIRST = ("data set in buckets", "mixed tars", "mixed tars, held out")  # cases that write a cache at the first start
 
 
 def private_mb() -> float:
@@ -152,7 +152,7 @@ def _first_steps(schedule: BatchSchedule) -> list[int]:
 
 
 def write_keys(path: Path, rows: int) -> None:
-    """Write the key of each row's shape, and a file with the sizes of the rows beside it."""
+    """Write each row's shape key and, in a second file, each row's size."""
     keys = np.lib.format.open_memmap(path, "w+", np.int16, (rows,))
     sizes = np.lib.format.open_memmap(path.with_name(SIZES), "w+", np.int32, (rows, 3))
     random = np.random.default_rng(0)
@@ -165,7 +165,8 @@ def write_keys(path: Path, rows: int) -> None:
 
 
 def write_tars(folder: Path, rows: int, mixed: bool) -> None:
-    """Write empty tars and their indexes. Tars, and records of pictures only, are sparse files of the right size."""
+    """Write empty tars and their indexes. The tars, and the records of pictures, are sparse files with the right
+    size."""
     folder.mkdir()
     records = np.zeros(TAR_ROWS, ROW)
     records["medium_at"], records["medium_bytes"] = 512 + 1536 * np.arange(TAR_ROWS), 400
@@ -188,7 +189,7 @@ def write_tars(folder: Path, rows: int, mixed: bool) -> None:
 
 
 def share(path: Path, held: ExitStack) -> None:
-    """Read a whole file and keep it mapped, like another rank on the machine."""
+    """Read a complete file and keep it mapped, like another rank on the machine."""
     file = held.enter_context(open(path, "rb"))
     mapped = held.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     sum(mapped[place] for place in range(0, len(mapped), mmap.PAGESIZE))

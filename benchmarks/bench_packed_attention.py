@@ -2,19 +2,17 @@
 
     python benchmarks/bench_packed_attention.py [--ways runs varlen] [--mixes mix lognormal] [--seconds 170] [--record]
 
-q, k, v are views of one tensor (N, 3, H, d), the output of a block's projection. The ways are:
+q, k, v are views of one tensor (N, 3, H, d), as in a block. The ways are:
 
     runs          as in models: dense calls for runs of equal lengths, and a varlen kernel for short samples
-    dense runs    a dense call for each run, whatever its length
+    dense runs    a dense call for each run of equal lengths
     varlen        torch's varlen kernel for all samples at once
     flash_attn    the same with FlashAttention 4
     flex          FlexAttention
 
-The program first compares the output and gradients of a short pack with float64. It then measures speeds: 4 H d
-sum(L^2) FLOP forward, and 2.5 times as many backward, divided by the median time. All ways are timed in turn with the
-baseline, cuDNN's dense kernel on as many tokens in samples of 8,192. A way that fails prints its error, and the others
-continue.
-"""
+The program first compares a short pack's output and gradients with float64. It then measures speeds: 4 H d sum(L^2)
+FLOP forward, and 2.5 times as many backward, divided by the median time. The ways take turns with the baseline, cuDNN's
+dense kernel on as many tokens in samples of 8,192. A way that fails prints its error, and the others continue."""
 
 import argparse
 import functools
@@ -38,7 +36,7 @@ from opendit.models.segments import PlacedSegments, Segments, segment_attention
 
 HEADS = {64: 24, 72: 16, 128: 24}  # DiT-XL has 16 of 72, vDiT-7B has 24 of 128
 LONGEST = 8192
-MIX = ((4, 1), (4, 2), (8, 8), (32, 32))  # (number of samples, longest length / their length)
+MIX = ((4, 1), (4, 2), (8, 8), (32, 32))  # (number of samples, longest length / these samples' length)
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # each tensor is (1, H, N, d)
 
 
@@ -48,7 +46,7 @@ def mixed(longest: int) -> list[int]:
 
 
 def lognormal(longest: int) -> list[int]:
-    """Draw lengths with as many tokens in total as :func:`mixed`, a median of longest / 6 and a sigma of log 2.5."""
+    """Draw lengths with a median of longest / 6 and a sigma of log 2.5, in total as many tokens as :func:`mixed`."""
     drawn = np.random.default_rng(0).lognormal(math.log(longest / 6), math.log(2.5), 10_000)
     left, found = sum(mixed(longest)), []
     for length in np.clip(drawn, longest / 64, 4 * longest).astype(int).tolist():
@@ -68,7 +66,7 @@ def placed(lengths: list[int], device: str) -> PlacedSegments:
 
 
 def inputs(tokens: int, head_dim: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor]:
-    """Return q, k, v (1, H, N, d), leaves in the memory of one tensor, and a gradient of the result."""
+    """Return (leaves q, k, v (1, H, N, d) in one tensor's memory, a gradient of the result)."""
     generator, heads = torch.Generator(device).manual_seed(0), HEADS.get(head_dim, 2)
     random = functools.partial(torch.randn, device=device, generator=generator)
     qkv = random(1, tokens, 3, heads, head_dim).to(dtype)
@@ -158,7 +156,7 @@ def tflops(way: Way, lengths: list[int], head_dim: int, args) -> tuple[float, fl
 
 
 def equal_lengths(head_dim: int, args) -> tuple[float, float]:
-    """Measure the baseline: the same number of tokens in samples of the longest length, in one dense call."""
+    """Measure the baseline: one dense call on as many tokens, in samples of the longest length."""
     samples = sum(mixed(args.longest)) // args.longest
     attend = LocalAttention("cudnn" if args.device == "cuda" else "math")
     lengths = [args.longest] * samples

@@ -3,9 +3,8 @@
     python benchmarks/bench_packed_modulation.py [--operators layernorm_modulate] [--width 1152] [--record]
 
 Both have the same number of tokens, and read and write the same number of bytes. The ratio is dense time divided by
-packed time. The mixes are those of bench_packed_attention.py, and one of segments of 256 tokens only; the dense samples
-have 8,192 tokens, or 256.
-"""
+packed time. The mixes are those in bench_packed_attention.py, with dense samples of 8,192 tokens, and a mix of segments
+with 256 tokens only, with dense samples of 256 tokens."""
 
 import argparse
 import statistics
@@ -28,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def lengths_of(mix: str, longest: int) -> tuple[list[int], int]:
-    """Return (lengths of the segments, length of the dense samples)."""
+    """Return (the segments' lengths, the dense samples' length)."""
     if mix != "short":
         return MIXES[mix](longest), longest
     length = max(1, longest // 32)

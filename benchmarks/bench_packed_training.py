@@ -8,15 +8,13 @@ number of tokens, in one of these ways:
     equal      only clips of 8,192 tokens, which need no packing: the reference for executed TFLOP/s
     packs      the mix, planned as in a run; every step has other lengths
     buckets    the mix by size, in micro-batches with the same number of tokens (``--bucket_tokens``)
-    by size    the mix by size, in micro-batches with the same number of samples, as many of the longest ones as fit
-               into a step (``--batch_size``)
-    padded     the mix, with every sample padded to the longest. A step takes the time of samples of that length, which
-               is measured
+    by size    the mix by size, in micro-batches with the same number of samples (``--batch_size``): as many of the
+               longest ones as fit into a step
+    padded     the mix, with every sample padded to the longest, so that a step takes the time of the longest samples
 
 The mixes are 4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256 tokens; and multiples of 256 up to 32,768 with a median of
 2,048 and a sigma of log 2.5. For the ways by size, the time per token is the mean over sizes, weighted by how often
-they are drawn.
-"""
+they are drawn."""
 
 import argparse
 import statistics
@@ -47,7 +45,7 @@ from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 from opendit.training.run import TrainingFlops
 
 SAMPLES = 20_000  # samples drawn from a mix
-PACK, EQUAL = 256, 32  # lengths of a pack and of equal clips, in units of the smallest picture
+PACK, EQUAL = 256, 32  # a pack's length and the equal clips' length, in units of the smallest picture
 WARMUP = 6
 
 
@@ -63,7 +61,7 @@ MIXES = {"mix": mix, "lognormal": lognormal}  # lengths in units of the smallest
 
 
 def latents_size(tokens: int, place: int, patch: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a size of latents (frames, rows, columns) that has ``tokens`` tokens. Frames have one of two sizes.
+    """Return a latent size (frames, rows, columns) with ``tokens`` tokens. Frames have one of two sizes.
 
     place: patches along each side of the smallest picture."""
     side = 2 * place if tokens % (4 * place**2) == 0 else place
@@ -89,7 +87,7 @@ class Samples:
         return TextCondition(tokens, mask, tokens.mean(dim=1))
 
     def latents(self, count: int, tokens: int, step: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Return (latents, noise), each (count, C, ...), of the samples from index ``first`` of a step."""
+        """Return (latents, noise), each (count, C, ...), for the step's samples from index ``first`` on."""
         shape = (self.config.in_channels, *latents_size(tokens, self.place, self.config.patch))
         index = torch.arange(first, first + count, device=self.device)
         found = torch.randn((count, *shape), device=self.device, generator=self._generator)
@@ -115,7 +113,7 @@ class Samples:
 class Work:
     """Source of micro-batches for ``engine_step``. It counts the tokens and FLOPs after the warm-up.
 
-    make: returns a step's micro-batch and how many of its tokens are not padding."""
+    make: returns (a step's micro-batch, how many of its tokens are not padding)."""
 
     def __init__(self, samples: Samples, make: Callable[[int], tuple[MicroBatch | PackedMicroBatch, int]]):
         self.objective, self._make, self._flops = samples.objective, make, TrainingFlops(samples.config)
@@ -160,7 +158,7 @@ def packs_of(lengths: np.ndarray, args, samples: Samples) -> Callable:
 
 
 def by_size(args, mesh, samples, shares: dict[int, float], count: Callable[[int], int]) -> tuple[float, float]:
-    """Measure micro-batches of ``count(length)`` samples of one length. shares: length -> share of the samples."""
+    """Measure micro-batches of ``count(length)`` samples with one length. shares: length -> share of the samples."""
     seconds = flops = 0.0
     for tokens, share in shares.items():
         number = count(tokens)
@@ -187,7 +185,7 @@ def ways(args, mesh: Mesh, samples: Samples, mix: str) -> Iterator[tuple[str, tu
     tokens_a_second, tflops = equal_samples(longest) if longest != equal else (0.0, 0.0)
     if tokens_a_second:
         yield "padded", (tokens_a_second * float(lengths.mean()) / longest, tflops)
-    if mix == "mix":  # the other mix has too many sizes to measure each
+    if mix == "mix":  # the other mix has too many sizes
         sizes, counts = np.unique(lengths, return_counts=True)
         shares = dict(zip(sizes.tolist(), (counts / len(lengths)).tolist(), strict=True))
         yield "buckets", by_size(args, mesh, samples, shares, lambda tokens: samples.capacity // tokens)

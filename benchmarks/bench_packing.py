@@ -22,7 +22,7 @@ from benchmarks import results
 from opendit.data.order import BatchSchedule
 from opendit.data.packs import PackSchedule, work_of
 
-WIDTH = 1152  # of DiT-XL; attention takes as long as the linear layers at 6 x WIDTH tokens
+WIDTH = 1152  # DiT-XL's; attention takes as long as the linear layers at 6 x WIDTH tokens
 SAMPLES = 100_000
 
 
@@ -31,7 +31,7 @@ def _clips(random: np.random.Generator, count: int, low: int, high: int) -> np.n
 
 
 def pictures_and_clips(random: np.random.Generator, count: int) -> np.ndarray:
-    """Return lengths of 90 % pictures of 256 tokens, and clips of 2k to 32k."""
+    """Return lengths: 90 % pictures of 256 tokens, the rest clips of 2k to 32k."""
     return np.where(random.random(count) < 0.9, 256, _clips(random, count, 2048, 32768))
 
 
@@ -63,7 +63,7 @@ def balance(schedule: PackSchedule, lengths: np.ndarray, steps: range, ranks: in
 
 
 def balance_of(work: np.ndarray, ranks: int) -> float:
-    """Return the balance. work: (n,) work of each pack; ``ranks`` consecutive packs form a micro-batch."""
+    """Return the balance. work: (n,) each pack's work; ``ranks`` consecutive packs form a micro-batch."""
     together = work[: len(work) // ranks * ranks].reshape(-1, ranks)
     return float(together.mean(axis=1).sum() / together.max(axis=1).sum())
 

@@ -4,12 +4,11 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py --hidden 48 --heads 4 --depth 4 \\
         --latents 2 8 8                                                                                         (CPUs)
 
-"Alone" is the work of the slowest rank: the same passes of its stages without messages, on meaningless numbers. The
-figure is the time alone divided by the time of the step; 1 means that ranks never wait. With P ranks, M micro-batches
-and V stages per rank, a schedule can reach at most M / (M + (P - 1) / V). The step includes the sum of the condition's
-gradients, but not the optimizer's step, which all stages do at the same time. Every timing trial of a schedule is
-between two trials of its ranks alone, and the median of its ratio to these is taken.
-"""
+"Alone" is the slowest rank's work: the same passes of its stages without messages, on meaningless numbers. The figure
+is the time alone divided by the step's time; 1 means that ranks never wait. With P ranks, M micro-batches and V stages
+per rank, a schedule can reach at most M / (M + (P - 1) / V). The step includes the sum of the condition's gradients,
+but not the optimizer's step. Every timing trial of a schedule is between two trials of its ranks alone, and the result
+is the median ratio to these."""
 
 import argparse
 import contextlib
@@ -43,7 +42,7 @@ from opendit.training.runners import PipelineRunner
 
 
 class NoLinks:
-    """Replacement for ``Links`` in which every message is available at once and means nothing."""
+    """Replacement for ``Links``: every message is available at once and has meaningless numbers."""
 
     def __init__(self, mesh: Mesh, tokens: Tensor):
         self.rank, self.ranks, self._tokens = mesh.pp_rank, mesh.pp_size, tokens

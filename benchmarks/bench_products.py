@@ -3,8 +3,7 @@
     python benchmarks/bench_products.py [--rows 512 4096 32768] [--width 1152] [--results FILE]
 
 Each call uses another weight, so that weights come from memory as in a model. The calls take turns, and medians are
-reported. "taken" is the fastest algorithm with torch's bits, or torch's call if no algorithm is 2 % faster.
-"""
+reported. "taken" is the fastest algorithm with torch's bits, or torch's call if no algorithm is 2 % faster."""
 
 import argparse
 import sys

@@ -3,26 +3,24 @@
     python benchmarks/bench_public.py [--models flux wan-1.3b z-image] [--train] [--results FILE]
     python benchmarks/bench_public.py --tiny
 
-The networks have the published sizes. The weights are drawn on the device and rounded to bf16; the family's table of
-names maps them to our network. diffusers' network has the types that ``from_pretrained(torch_dtype=torch.bfloat16)``
-gives it. It runs kernel by kernel, and with compiled blocks as in ``compile_repeated_blocks()``. Its attention is
-cuDNN's, the fastest one here. (In training it is torch's flash attention, because cuDNN's gradients are wrong under
-torch.compile.) Our network runs kernel by kernel, and recorded as a CUDA graph.
+The networks have the published sizes. The weights are drawn on the device and rounded to bf16. diffusers' network has
+the dtypes from ``from_pretrained(torch_dtype=torch.bfloat16)``. It runs kernel by kernel, and with compiled blocks as
+in ``compile_repeated_blocks()``. Its attention is cuDNN's, the fastest one here, or in training torch's flash
+attention, because cuDNN's gradients are wrong under torch.compile. Our network runs kernel by kernel, and recorded as a
+CUDA graph.
 
-All variants of the forward pass are timed in turn, for --rounds rounds of --repeats calls in one process, and the
-median is reported. "Floor" is the time of a forward pass's matrix products and attention alone, in the network's order
-and with its weights, recorded as a CUDA graph. The floor is timed in the same rounds, because a GPU at its power limit
-is slower than in the first second. "Modulated beforehand" excludes the embeddings of time and captions, as in sampling.
+All variants of the forward pass take turns, for --rounds rounds of --repeats calls in one process, and the median is
+reported. "Floor" is the time of a forward pass's matrix products and attention alone, recorded as a CUDA graph. The
+floor is timed in the same rounds, because a GPU at its power limit is slower than in the first second. "Modulated
+beforehand" excludes the embeddings of time and captions, as in sampling.
 
 Differences of outputs and latents are relative to the RMS of diffusers' eager results. To show the effect of rounding
 alone, diffusers' two variants are also compared with each other and with a reference, diffusers' network in fp32 with
-TF32 products. Latents are drawn without a second pass for guidance. They stay in fp32, both in our sampler and in the
-loop around diffusers' scheduler. In bf16 diffusers' FLUX.1 also rounds the time; "rounded times" are our latents with
-the same rounding.
+TF32 products. Latents are drawn in fp32, without a second pass for guidance. In bf16 diffusers' FLUX.1 also rounds the
+time; "rounded times" are our latents with the same rounding.
 
 Each part prints its line and appends its rows as soon as it is done. A part that fails prints one line, and the other
-parts still run. After --seconds no new part begins.
-"""
+parts still run. After --seconds no new part begins."""
 
 import argparse
 import contextlib
@@ -67,7 +65,7 @@ from opendit.sampling.sampling_engine import SamplingEngine
 if TYPE_CHECKING:
     from diffusers import ModelMixin
 
-SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # this time, and the guidance times 1000, are exact in bf16
+SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # TIME, and GUIDANCE times 1000, are exact in bf16
 COMPILE_SECONDS = 45  # compiling starts only if this much time is left
 OURS, RECORDED, PLAIN = "ours", "ours recorded", "ours without kernels"
 BEFOREHAND, FLOAT8 = "ours modulated beforehand", "ours in FP8 modulated beforehand"
@@ -86,9 +84,9 @@ class Subject:
     """A public model, and the sizes at which it is measured.
 
     Attributes:
-        values: contents of its config.json.
+        values: the contents of config.json.
         size: sides of the latents.
-        tokens: tokens of the caption.
+        tokens: the caption's tokens.
         scheduler: diffusers' scheduler, as (class, settings); None: no latents are drawn.
         rounds_times: True if diffusers' network rounds times in bf16.
         trains: True if --train measures the model.
@@ -198,7 +196,7 @@ def tiny(name: str) -> Subject:
 
 
 def network_of(subject: Subject, device: torch.device, dtype: torch.dtype) -> "ModelMixin":
-    """Build diffusers' network with random weights that bf16 holds if ``dtype`` is bf16."""
+    """Build diffusers' network with random weights. They are exact in bf16 if ``dtype`` is bf16."""
     import diffusers
 
     values = subject.values
@@ -206,7 +204,7 @@ def network_of(subject: Subject, device: torch.device, dtype: torch.dtype) -> "M
         module = getattr(diffusers, FAMILIES[subject.family].network)(**values).eval()
     if subject.family == "qwen_image":
         module.pos_embed = type(module.pos_embed)(10000, list(values["axes_dims_rope"]), scale_rope=True)
-    if subject.family == "wan":  # tables of Wan are buffers
+    if subject.family == "wan":  # Wan's tables are buffers
         table = values["attention_head_dim"], values["patch_size"], values["rope_max_seq_len"]
         with device:
             module.rope = type(module.rope)(*table)
@@ -232,8 +230,8 @@ QK_NORM = re.compile(r"norm_(added_)?[qk]\.weight")
 def draw(name: str, part: nn.Module, values: Tensor, generator: torch.Generator) -> Tensor:
     """Fill a parameter with random values.
 
-    Every branch must influence the result. Therefore gates are not near 0, and queries and keys are long enough that
-    attention is not just a mean over all tokens."""
+    Every branch must influence the result. So gates are not near 0, and queries and keys are long enough that attention
+    is not a mean over all tokens."""
     if QK_NORM.search(name):
         return values.normal_(1.5, 0.1, generator=generator)
     if "Norm" in type(part).__name__ and name.endswith("weight"):
@@ -242,9 +240,9 @@ def draw(name: str, part: nn.Module, values: Tensor, generator: torch.Generator)
 
 
 def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return published weights, or their gradients, by our names. Parameters that our model stores as rows of one
-    tensor become views of that tensor, so that the weights are in memory once. Raises ValueError unless every name on
-    both sides is matched exactly once."""
+    """Return published weights, or their gradients, by our names. Parameters that our model stores as one tensor's rows
+    become views of that tensor, without copies. Raises ValueError unless every name on both sides is matched exactly
+    once."""
     table = FAMILIES[model.config.family].names(model.config.spec)
     matches = [(*names, match.dim) for match in table for names in match.names()]
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -343,7 +341,8 @@ CALLS = {
 
 
 def products_of(config: Any, captions: int) -> tuple[Counter, Counter]:
-    """Count a forward pass's matrix products (rows, in, out), and its attentions (queries, keys, heads, head size)."""
+    """Return (counts of a forward pass's matrix products (rows, in, out), counts of its attentions (queries, keys,
+    heads, head size))."""
     spec, products, attentions = config.spec, Counter(), Counter()
     media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
     text = -(-captions // spec.text.multiple) * spec.text.multiple
@@ -373,7 +372,7 @@ def products_of(config: Any, captions: int) -> tuple[Counter, Counter]:
 
 
 class Calls(TorchFunctionMode):
-    """Records the attentions and the linear layers of more than one row that a network calls."""
+    """Records a network's attentions, and its linear layers with more than one row."""
 
     def __init__(self):
         self.linears: list[tuple[tuple[int, ...], Tensor] | None] = []  # None: an attention, see ``attentions``
@@ -472,7 +471,7 @@ class Bench:
         return self.args.seconds - (time.perf_counter() - self.start)
 
     def wants(self, part: str, seconds: float = 0.0) -> bool:
-        """Return True if a part should begin. It needs ``seconds``; print a message if there is no time for it."""
+        """Return True if a part should begin. If less than ``seconds`` are left, print a message."""
         if part in self.args.without:
             return False
         if self.left <= seconds:
@@ -485,7 +484,7 @@ class Bench:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Catch an exception of this part and print it in one line."""
+        """Catch an exception in this part and print it in one line."""
         try:
             yield
         except Exception as error:  # any failure of compiling, memory or a kernel
@@ -502,7 +501,7 @@ class Bench:
 
 
 class Pair:
-    """Both networks of a subject with the same weights, and the ways to run them."""
+    """A subject's two networks with the same weights, and the ways to run them."""
 
     def __init__(self, bench: Bench, subject: Subject):
         self.bench, self.subject = bench, subject
@@ -568,7 +567,7 @@ class Pair:
         return call
 
     def beforehand(self, model: PublicDiT) -> Network:
-        """Record our forward pass for one time, without the modulations and captions, which are computed beforehand."""
+        """Record our forward pass for one time. Modulations and captions are computed beforehand."""
         c, context = model.condition(self.time, self.y)
         ready = list(model.modulations(c))
         return self.always(lambda: model.predict(self.noise, ready, context))
@@ -590,7 +589,7 @@ class Pair:
         if self.bench.device.type != "cuda":
             return lambda x, t: work()
         out, replay = GraphRecorder().record(work)
-        self.recorded_work.append(work)  # keeps the memory that the recording reads
+        self.recorded_work.append(work)  # keep the memory that the recording reads
         return lambda x, t: (replay(), out)[1]
 
     def ways(self) -> dict[str, Callable[[], Network]]:
@@ -607,7 +606,7 @@ class Pair:
 
 
 class Measurement:
-    """The measurements of a pair, in parts. Later parts use the ways to run that the first part found."""
+    """A pair's measurements, in parts. Later parts use the ways to run that the first part found."""
 
     def __init__(self, bench: Bench, subject: Subject):
         self.bench, self.subject = bench, subject
@@ -651,7 +650,7 @@ class Measurement:
                 synchronize(bench.device)
                 first = time.perf_counter() - start
                 peak = self.peak(name, lambda network=network: network(x, t))
-                if name in (OURS, PLAIN, EAGER, COMPILED):  # a graph's memory is reserved earlier
+                if name in (OURS, PLAIN, EAGER, COMPILED):  # graphs have reserved their memory before
                     peaks[name] = peak
                 self.networks[name] = network
                 if name != FLOOR:
@@ -668,7 +667,7 @@ class Measurement:
         self.report({name: statistics.median(found) for name, found in times.items()}, peaks, "forward")
 
     def peak(self, name: str, work: Callable[[], object]) -> float:
-        """Return the peak memory of a call in GiB, without the other network's weights."""
+        """Return a call's peak memory in GiB, without the other network's weights."""
         if self.bench.device.type != "cuda":
             work()
             return 0.0
@@ -699,14 +698,15 @@ class Measurement:
             self.bench.rows(*rows)
 
     def compare_outputs(self) -> None:
-        """Print and append the differences of outputs. They also show errors in the mapping of weights."""
+        """Print and append the differences between outputs. They also show errors in the mapping of weights."""
         if EAGER not in self.outputs:
             return
         found = {name: difference(y, self.outputs[EAGER]) for name, y in self.outputs.items() if name != EAGER}
         self.differences("output", found)
 
     def differences(self, what: str, found: dict[str, tuple[float, float]], of: str = EAGER) -> None:
-        """Print and append differences from ``of``. The baseline is the difference of diffusers' other way to run."""
+        """Print and append differences from ``of``. The baseline is the difference between diffusers' two ways to
+        run."""
         yard = COMPILED if of == EAGER else EAGER
         usual = found.get(yard)
         for name, pair in found.items():
@@ -795,7 +795,7 @@ class Measurement:
         return FlowObjective(empirical_tokens=0) if flux2 else schedule.objective, schedule.sampler
 
     def engine(self, fp8: bool) -> Callable[[], Tensor]:
-        """Return a function that draws like sample.py, with precomputed modulations of all steps and recorded steps."""
+        """Return a function that draws like sample.py, with recorded steps and precomputed modulations."""
         pair, (objective, sampler) = self.pair, self.objective()
         kernels = pair.select(inference=True, switches=replace(pair.switches, fp8=fp8))
         model = with_weights(pair.config, dict(pair.model.named_parameters()))
@@ -833,8 +833,7 @@ class Measurement:
 
     @torch.inference_mode()
     def compare_with_reference(self) -> None:
-        """Compare outputs and latents with those of diffusers' network in fp32. Releases our network, to free its
-        memory."""
+        """Compare outputs and latents with diffusers' network in fp32. Our network is released to free its memory."""
         bench, pair = self.bench, self.pair
         if bench.dtype == torch.float32 or not self.outputs:
             return
@@ -852,7 +851,7 @@ class Measurement:
             found = {name: difference(y, wanted) for name, y in self.outputs.items()}
             self.differences("output", found, of="fp32")
             seconds = first
-            if first < 4:  # may be mostly the initialization of libraries
+            if first < 4:  # most of the difference may be the libraries' initialization
                 seconds = milliseconds(lambda: pair.eager(pair.noise, pair.time), bench.device) / 1000
             bench.say(f"fp32: first call {first:.1f} s, later ones {seconds:.2f} s")
             total = seconds * self.subject.steps
@@ -868,8 +867,7 @@ class Measurement:
     # ---------------------------------------------------------------------------------------------------- training
 
     def measure_training(self) -> None:
-        """Time forward and backward passes of one sample, with recomputed blocks and with weights and gradients in
-        bf16."""
+        """Time forward and backward passes of one sample, with recomputed blocks, and weights and gradients in bf16."""
         bench, pair, device = self.bench, self.pair, self.bench.device
         kernels = pair.select(inference=False)
         bench.say(f"training kernels: {kernels.ops_note}; attention: {kernels.attention_note}")
@@ -887,7 +885,7 @@ class Measurement:
 
         def step(name: str) -> None:
             module, network = ways[name]
-            with contextlib.ExitStack() as settings:  # they must also apply to recomputed blocks
+            with contextlib.ExitStack() as settings:  # the settings must also apply to recomputed blocks
                 if name != OURS:
                     settings.enter_context(pair.attention(TRAINING))
                 if name == EAGER:
@@ -921,7 +919,7 @@ class Measurement:
             pair.theirs.zero_grad(set_to_none=True)
 
     def compare_gradients(self, gradients: dict[str, dict[str, Tensor]]) -> None:
-        """Print and append the median over parameters of the RMS difference of gradients."""
+        """Print and append the gradients' RMS difference, as the median over parameters."""
         found = {}
         for name in [name for name in gradients if name != EAGER]:
             each = [difference(gradients[name][key], wanted)[1] for key, wanted in gradients[EAGER].items()]

@@ -6,16 +6,14 @@
 The comparison needs ``pip install decord2``. All variants open the same files and read the same frames with one
 decoding thread.
 
-decord alone returns full-size RGB frames. With "resized" it resizes frames during decoding (shorter side at the
-training size, not cropped). With "cropped" its frames get the loader's crop and resize only; this is the baseline for
-the loader's other work where resizing costs as much as decoding. The loader makes cropped, resized batches, in this
-process and through a worker process (as in a run), as uint8 (``as_bytes``) and as float32. With "small" it leaves
-enlarging to the GPU, as a run on a GPU does (benchmarks/bench_enlarging.py measures the time of enlarging).
+decord alone returns full-size RGB frames. With "resized" it resizes frames during decoding, without a crop. With
+"cropped" its frames get only the loader's crop and resize. The loader makes cropped, resized batches, in this process
+and through a worker process, as uint8 (``as_bytes``) and as float32. With "small" it leaves enlarging to the GPU, as in
+a run on a GPU.
 
-Time is processor seconds of all threads and processes involved. Other programs on a shared machine still change it by
-their use of memory. Therefore the variants are timed in turn in every round, and the medians of the rounds' speeds and
-ratios are reported.
-"""
+Time is processor seconds of all threads and processes involved. Other programs on the machine still change it by their
+use of memory. Therefore the variants take turns in every round, and the medians of the rounds' speeds and ratios are
+reported."""
 
 import argparse
 import os
@@ -107,7 +105,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the frames per processor second of every side in each round; an empty list for a side that can't take
+    """Return every side's frames per processor second in each round, or an empty list for a side that can't take
     part."""
     data = build_dataset(
         str(write_clips(case, folder)),
@@ -140,8 +138,7 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
         return cast(list[list[int]], found)  # every clip is long enough
 
     frames, speeds = len(data) * case.num_frames, {name: [] for name in SIDES}
-    # A worker reads ahead, but must not work while others are timed. After several requests in a row its queue is full,
-    # and it rests when all batches in the queue are made.
+    # A worker must not read ahead while others are timed. After several requests its queue is full, and it rests.
     for worker in workers.values():
         for _ in range(4):
             next(worker)
@@ -237,8 +234,8 @@ def broken_clips(folder: Path, good: Path) -> list[TableRow]:
 def anonymous_mib(pid: int) -> float:
     """Return the MiB of heap and stacks.
 
-    Memory private to the process would be no use: it grows as pages shared since the fork are written to, and jumps by
-    the size of torch's libraries when another process that maps them ends."""
+    All private memory would mislead: it grows when pages shared since the fork are written, and when another process
+    that maps torch's libraries ends."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
@@ -264,7 +261,7 @@ def soak(reads: int, workers: int, sound_only: bool) -> None:
             batch_size=batch,
             end_step=steps,
             num_workers=workers,
-            max_bad=0.5,  # because some clips are broken on purpose
+            max_bad=0.5,  # some clips are broken on purpose
         )
         children = [child for child in this.children() if child.pid not in before]
         begin, longest, seen = time.monotonic(), 0.0, []

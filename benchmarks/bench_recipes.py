@@ -41,7 +41,7 @@ from opendit.training.summary import CARDS
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY = 10, 2  # steps per run, and per line of its log
 WARMUP = 4  # steps for compiling kernels, initializing libraries and recording a CUDA graph
-LARGEST_STEP = 1.5e15  # FLOP per GPU, about 3 s; more would gain nothing
+LARGEST_STEP = 1.5e15  # FLOP per GPU, about 3 s; more gains nothing
 NEMO = ("NeMo's published DiT-7B at 8k tokens, H100", 10052)  # tokens/s/GPU
 
 
@@ -56,7 +56,7 @@ class Case:
         return ["--recipe", self.recipe, *shlex.split(self.flags), *more]
 
 
-GRAPH = "--enable_cuda_graph"  # helps at width 1152; at 3072 kernels are so long that the host is not a limit
+GRAPH = "--enable_cuda_graph"  # helps at width 1152, but not at 3072, where kernels are long
 CASES = (
     Case("7B", "mock_pretrain_7b_256p_joint", "", NEMO),
     Case("7B recompute cheap", "mock_pretrain_7b_256p_joint", "--recompute cheap", NEMO),
@@ -84,7 +84,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians of a run. Work is in TFLOP/s per GPU, memory in GiB. waited: share of the time spent waiting for data."""
+    """A run's medians. Work is in TFLOP/s per GPU, memory in GiB. waited: share of the time spent waiting for data."""
 
     case: str  # name in results.csv
     batch: int
@@ -97,10 +97,9 @@ class Figures:
 
 
 def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None = None) -> tuple[int, float]:
-    """Return (batch per GPU, estimated GiB) of a run.
+    """Return a run's (batch per GPU, estimated GiB).
 
-    The batch is ``asked_batch`` or, if that is None, the largest that fits into ``capacity`` bytes; 0 if no sample
-    fits."""
+    The batch is ``asked_batch`` or, if None, the largest that fits into ``capacity`` bytes; 0 if no sample fits."""
     flags = parse(TrainConfig, [*argv, "--dry_run", str(gpus)])
     flags, _ = flags.resolve(gpus, has_gpu=True)
     config = plan_model(flags, open_data(flags)).config
@@ -135,14 +134,14 @@ def train(argv: list[str], gpus: int, outputs: Path, limit: float, program: tupl
 
 
 def reason(output: str) -> str:
-    """Return the first error in the output of a failed run, from any rank."""
+    """Return the first error, from any rank, in a failed run's output."""
     found = re.search(r"^(?:\[rank\d+\]: *)?((?:[\w.]*Error|error): .+)$", output, re.MULTILINE)
     return found[1] if found else "failed without naming an error"
 
 
 def figures(run: Path) -> Figures:
-    """Return the figures that a run has logged. Raises RuntimeError if steps were skipped, because skipped steps do
-    less work."""
+    """Return the figures that a run has logged. Raises RuntimeError if steps were skipped, because they do less
+    work."""
     stored = json.loads((run / "config.json").read_text())
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     if lines[-1]["skipped"]:
@@ -174,8 +173,8 @@ def figures(run: Path) -> Figures:
 
 
 def rows_of(found: Figures, published: tuple[str, float] | None, estimated: float | None = None) -> list[dict]:
-    """Return rows for results.csv. estimated: GiB. The ratio to a published figure stays empty, because that figure
-    comes from another run and card."""
+    """Return rows for results.csv. estimated: GiB. A published figure is from another run and card, so its row has no
+    ratio."""
     values = {
         "tokens/s/GPU": f"{found.tokens:.0f}",
         "ms": f"{found.ms:.1f}",

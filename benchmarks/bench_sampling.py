@@ -2,12 +2,10 @@
 
     python benchmarks/bench_sampling.py [--batches 1 8 64] [--results FILE] [--profile]
 
-Every variant draws the same samples of a model with random weights. The variants take turns for --trials trials in one
-process, and the median of each variant's trials is reported. The plain DiT (benchmarks/plain_dit.py) uses torch's
-operations and the same sampler, and is compiled as a whole in the mode reduce-overhead. The VAE is not included. After
---seconds no variant is built and no trial begins. A variant that can't be used on this machine is reported and left
-out.
-"""
+Every variant draws the same samples from a model with random weights. The variants take turns for --trials trials in
+one process, and each variant's median is reported. The plain DiT (benchmarks/plain_dit.py) uses torch's operations and
+the same sampler, and is compiled as a whole in the mode reduce-overhead. The VAE is not included. After --seconds no
+variant is built and no trial begins. A variant that can't be used on this machine is reported and left out."""
 
 import argparse
 import functools
@@ -147,7 +145,7 @@ class Bench:
 
 
 def measure(bench: Bench, draws: dict[str, Draw], size: int) -> dict[str, float]:
-    """Return the median seconds per batch of each variant, without the first calls, which compile and record."""
+    """Return each variant's median seconds per batch. The first calls, which compile and record, do not count."""
     times: dict[str, list[float]] = {}
     for name, draw in draws.items():
         if bench.left < 0 or (name == PLAIN and bench.left < bench.args.compile_seconds):

@@ -3,10 +3,9 @@
     python benchmarks/bench_sampling_files.py [--pictures 512] [--batch_size 64] [--fp8] [--vae_compile] [--results CSV]
 
 The model and the VAE (of Stable Diffusion's shape, in fp16 on a GPU) have random weights. After a warm-up batch each,
-the three variants take turns for --trials trials in one process, and the median of each variant's trials is reported.
-"latents" draws latents and discards them. "in turn" decodes a batch, copies it to the host and writes its files before
-it draws the next batch. "beside" is what sample.py does (opendit/sampling/output_pipeline.py).
-"""
+the three variants take turns for --trials trials in one process, and each variant's median is reported. "latents" draws
+latents and discards them. "in turn" decodes a batch, copies it to the host and writes its files before the next batch.
+"beside" is what sample.py does (opendit/sampling/output_pipeline.py)."""
 
 import argparse
 import statistics

@@ -4,13 +4,12 @@
         [--num_frames 16] [--image_size 256] [--steps 50] [--sequence_parallel_size 1] [--groups N] [--profile]
         [--results FILE]
 
-The ranks share a sample as in sample.py. Two groups of --sequence_parallel_size divide the halves of guidance; a single
+The ranks share a sample as in sample.py. Two groups of --sequence_parallel_size divide guidance's halves; a single
 group divides only the sequence. Ulysses exchanges a batch in ``--groups`` groups, one after the other. Samples, such as
-the halves of guidance, are divided first. If there are more groups than samples, heads are divided, too. ``--profile``
-prints the kernels of rank 0 that take the most time. Rank 0 alone and all ranks together take turns, and medians are
-reported. The model and the VAE (of Stable Diffusion's shape, a frame at a time for clips) have random weights. A public
-model, such as ``--model wan-1.3b``, is measured at its published size without a VAE.
-"""
+guidance's halves, are divided first, then heads. ``--profile`` prints rank 0's kernels that take the most time. Rank 0
+alone and all ranks together take turns, and medians are reported. The model and the VAE (of Stable Diffusion's shape, a
+frame at a time for clips) have random weights. A public model, such as ``--model wan-1.3b``, is measured at its
+published size without a VAE."""
 
 import argparse
 import statistics
@@ -43,7 +42,7 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 
 class PublicBench(Bench):
-    """A public model: its network, and a caption that is also used as the empty one."""
+    """A public model: its network, and a caption that also serves as the empty one."""
 
     def __init__(self, args, device: torch.device):
         self.args, self.objective, self.device = args, FlowObjective(3.0), device
@@ -54,7 +53,7 @@ class PublicBench(Bench):
         self.frames = subject.size[0] if len(subject.size) == 3 else 0
 
     def model(self, fp8: bool, sequence=None):
-        """Return the network with the fused kernels of sampling. sequence: how ranks share samples."""
+        """Return the network with the fused kernels for sampling. sequence: how ranks share samples."""
         torch.manual_seed(SEED)
         with torch.device("meta"):
             model = PublicDiT(self.config)

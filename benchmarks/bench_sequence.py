@@ -58,7 +58,7 @@ BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUly
 
 
 class _TakenForAll(torch.autograd.Function):
-    """View of q, k, v (B, H, n, d) of a rank's tokens and all heads as (B, h, N, d) of all tokens and a rank's heads.
+    """View q, k, v (B, H, n, d), a rank's tokens and all heads, as (B, h, N, d), all tokens and a rank's heads.
 
     The numbers then mean nothing."""
 
@@ -79,7 +79,7 @@ class _TakenForAll(torch.autograd.Function):
 
 
 class ComputeOnly:
-    """The computation of a rank without exchanges and without additional passes over memory."""
+    """A rank's computation without exchanges and without additional passes over memory."""
 
     takes_projection = False
 
@@ -104,7 +104,7 @@ class _Meet(torch.autograd.Function):
 
 
 class InStep(ComputeOnly):
-    """ComputeOnly with barriers where the inputs and the outputs of attention would be exchanged."""
+    """ComputeOnly with barriers where the inputs and outputs of attention would be exchanged."""
 
     def __init__(self, group: Group, device: torch.device):
         self.group, (self.memory, _) = group, connect(group, device)
@@ -125,7 +125,7 @@ class InStep(ComputeOnly):
 
 
 class Layer:
-    """A DiT block on this rank's tokens of a sequence of ``tokens``, with random weights that all ranks share."""
+    """A DiT block on this rank's tokens from a sequence of ``tokens``. All ranks have the same random weights."""
 
     def __init__(self, mesh: Mesh, tokens: int, hidden: int, heads: int, dtype: torch.dtype):
         self.mesh, self.tokens, self.shape = mesh, tokens, Shape(tokens, hidden, heads, 1, dtype.itemsize)
@@ -139,7 +139,7 @@ class Layer:
         self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
 
     def step(self, shards: SequenceShards | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return (output, gradient of x, gradients of the weights), for this rank's tokens. Without shards, return them
+        """Return (output, gradient of x, gradients of the weights) for this rank's tokens. Without shards, return them
         for all tokens or the first ``tokens``."""
         x, weights = (t[:, :tokens] if shards is None else shards.take(t) for t in (self.whole, self.weights))
         x = x.detach().requires_grad_()
@@ -168,8 +168,8 @@ class Layer:
         return cast(SequenceParallel, found)
 
     def error(self, name: str) -> float:
-        """Return the largest relative error of the output, the gradient of x and the gradients of weights against one
-        rank's."""
+        """Return the largest relative error, against one rank, in the output and in the gradients of x and the
+        weights."""
         shards = self.strategy(name)(self.tokens)
         (output, dx, grads), (want, want_dx, want_grads) = self.step(shards), self.step(None)
         for grad in grads:
@@ -195,8 +195,8 @@ def names(mesh: Mesh, heads: int) -> list[str]:
 def capture_stream() -> torch.cuda.Stream:
     """Return the stream that records all graphs.
 
-    torch cycles through 32 streams. With a new stream per graph, a graph could be recorded on a stream that it also
-    uses inside, and work that should run in parallel would not."""
+    torch cycles through 32 streams. With a new stream per graph, a graph might be recorded on a stream that it also
+    uses inside. Work that should run in parallel then would not."""
     return torch.cuda.Stream()
 
 
@@ -220,7 +220,7 @@ def _replay_keeping(replay: Callable[[], None], kept: object, _: object) -> obje
 
 
 def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
-    """Return the seconds per call of the slowest rank."""
+    """Return the slowest rank's seconds per call."""
     cuda = mesh.device.type == "cuda"
     mesh.barrier()
     if cuda:
@@ -236,8 +236,8 @@ def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
 
 
 def interleaved(trial: Callable[[str], float], alone: str, others: list[str], rounds: int) -> dict[str, float]:
-    """Return the seconds of ``alone`` and of the others. Each trial of another is between two of ``alone``, and the
-    median of its ratio to these is taken. All ranks use the same order."""
+    """Return the seconds of ``alone`` and of the others. Each other trial is between two trials of ``alone``, and its
+    median ratio to these is taken. All ranks use the same order."""
     shuffled, ratios, base = random.Random(0), {name: [] for name in others}, [trial(alone)]
     for _ in range(rounds):
         for name in shuffled.sample(others, len(others)):
@@ -265,11 +265,10 @@ def measure(
     trace_to: str | None = None,
     clocks: Clocks | None = None,
 ) -> dict[str, float]:
-    """Return the seconds per step of every variant, in interleaved trials of about ``budget`` seconds.
+    """Return every variant's seconds per step, in interleaved trials of about ``budget`` seconds.
 
-    At its power limit a GPU's clock varies by several percent within seconds. Therefore every trial of a variant is
-    between two trials of compute only. The result is the median of its ratio to these two, times the median of compute
-    only."""
+    At its power limit a GPU's clock varies by several percent within seconds. Therefore every trial is between two
+    trials of compute only. The result is the median ratio to these two, times the median of compute only."""
     mesh = layer.mesh
     works = {n: captured(mesh, functools.partial(layer.step, layer.strategy(n)(layer.tokens))) for n in variants}
     works[WHOLE] = captured(mesh, functools.partial(layer.step, None))
@@ -324,7 +323,7 @@ def main() -> None:
         short = Layer(mesh, 16 * mesh.world_size * 3 + 5, hidden, heads, dtype)
         errors = {
             name: None if name == SYNCHRONISED else short.error(name) for name in variants[1:]
-        }  # its output is arbitrary
+        }  # the output of compute only is arbitrary
         for tokens in args.tokens:
             layer = Layer(mesh, tokens, hidden, heads, dtype)
             clocks = Clocks(mesh.world_size) if args.clocks and mesh.is_main else None

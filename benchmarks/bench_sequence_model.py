@@ -75,7 +75,7 @@ class _Keeps(torch.autograd.Function):
 
 
 class Run:
-    """A model of a case, the same on every rank. The ranks of ``mesh`` share its sequences."""
+    """A case's model, the same on every rank. The ranks of ``mesh`` share its sequences."""
 
     def __init__(self, mesh: Mesh, case: Case, *, attend=None):
         self.mesh, config, device = mesh, case.config, mesh.device
@@ -110,7 +110,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def activations(self) -> float:
-        """Return the peak GiB of a training step in addition to the weights and AdamW's state."""
+        """Return a training step's peak GiB in addition to the weights and AdamW's state."""
         self.train()
         if self.mesh.device.type != "cuda":
             return 0.0
@@ -126,7 +126,7 @@ def free(mesh: Mesh) -> None:
 
 
 def scaling(meshes: list[Mesh], case: Case, kind: str, repeats: int) -> list[dict]:
-    """Return rows with the median seconds of a step for every group size."""
+    """Return rows with a step's median seconds for every group size."""
     rows, alone = [], None
     for mesh in meshes:
         run = Run(mesh, case)
@@ -155,11 +155,10 @@ def with_frames(case: Case, frames: int) -> Case:
 
 
 def next_try(used: dict[int, float], limit: float) -> int:
-    """Return the number of frames to try next. If it has been tried before, the search is over.
+    """Return the number of frames to try next. The search is over if this number has been tried before.
 
-    The number follows from the slope of memory between the longest clip that fits and the next longer one. As long as
-    all clips fit, it follows from the two longest, but is at most twice the longest: short clips leave gaps between
-    tensors.
+    Memory is assumed to be linear between the longest clip that fits and the next longer one. While all clips fit, the
+    two longest are used, and the result is at most twice the longest.
 
     Args:
         used: frames -> GiB of the clips tried so far.

@@ -36,13 +36,13 @@ SIDE = 256
 
 
 def write_pictures(folder: Path, count: int, side: int = SIDE, processes: int = 1) -> None:
-    """Write JPEGs into folders of ten classes."""
+    """Write JPEGs into one folder for each of ten classes."""
     with ProcessPoolExecutor(processes) as pool:
         list(pool.map(write_picture, [folder] * count, range(count), [side] * count, chunksize=16))
 
 
 def write_picture(folder: Path, number: int, side: int) -> None:
-    """Write smooth colours with some noise, which take about as many bytes as a photograph of this size."""
+    """Write smooth colours with some noise, about as many bytes as a photograph of this size."""
     random = np.random.default_rng(number)
     coarse = Image.fromarray(random.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize((side, side))
     noise = random.integers(0, 24, (side, side, 3), dtype=np.uint8)

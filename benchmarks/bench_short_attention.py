@@ -3,9 +3,8 @@
     python benchmarks/bench_short_attention.py [--batches 2 16 128] [--tokens 256] [--heads 16] [--head_dim 72]
                                               [--rows 64 128]
 
-q, k and v are views of one qkv tensor, as in a block. CUDA graphs of many calls are timed in turn, and the median is
-reported. The results show which tiles to use, and up to which number of programs.
-"""
+q, k and v are views of one qkv tensor, as in a block. CUDA graphs of many calls take turns, and the median is reported.
+The results show which tiles to use, and up to which number of programs."""
 
 import argparse
 import itertools

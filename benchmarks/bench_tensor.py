@@ -3,12 +3,12 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_tensor.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_tensor.py --tokens 64 --hidden 48 --heads 4       (CPUs)
 
-*Compute only* is the same layer without exchanges, whose results are meaningless. The figure is the time of compute
-only divided by the time of a variant: 1 means that communication costs nothing. *Overlapped* is what
-``--tensor_parallel_size`` does between GPUs that reach each other's memory, *blocking* what it does elsewhere.
+*Compute only* is the same layer without exchanges, on meaningless numbers. A variant's figure is the time of compute
+only divided by the variant's time; 1 means that communication costs nothing. *Overlapped* is what
+``--tensor_parallel_size`` does between GPUs that reach each other's memory, and *blocking* what it does elsewhere.
 *Modulation on every rank* is blocking, and every rank computes the complete modulation instead of gathering it. On GPUs
-each variant is a CUDA graph. Every timing trial runs between two of compute only; the result is the median ratio.
-"""
+each variant is a CUDA graph. Every timing trial is between two trials of compute only; the result is the median
+ratio."""
 
 import argparse
 import contextlib
@@ -43,7 +43,7 @@ VARIANTS = {COMPUTE_ONLY: {}, OVERLAPPED: {}, "blocking": {}, "modulation on eve
 
 
 class _Here:
-    """Handle of a collective that is left out, with the tensor that it would have received."""
+    """Handle for a collective that is left out, with the tensor that it would have received."""
 
     def __init__(self, received: Tensor):
         self._received = received
@@ -67,7 +67,7 @@ def _nothing_summed(x: Tensor, dim: int, group: Group) -> _Here:
 
 @contextlib.contextmanager
 def exchanging(really: bool) -> Iterator[None]:
-    """Inside, layers exchange what they should, or nothing."""
+    """Inside, layers exchange their tensors if ``really``, otherwise nothing."""
     if really:
         yield
         return
@@ -77,13 +77,13 @@ def exchanging(really: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def overlapping(really: bool) -> Iterator[None]:
-    """Within this context, products overlap with their communication where they can, or never."""
+    """Inside, products may overlap with their communication if ``really``, otherwise never."""
     with contextlib.nullcontext() if really else mock.patch.object(tensor, "overlaps", lambda *_: False):
         yield
 
 
 class Layer:
-    """A rank's part of a DiT block, on its tokens of ``samples`` sequences, with random weights."""
+    """A rank's part of a DiT block, on its tokens from ``samples`` sequences, with random weights."""
 
     def __init__(self, mesh: Mesh, samples: int, tokens: int, hidden: int, heads: int, dtype: torch.dtype, **how):
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ class Layer:
         self.c, self.weights = torch.randn(samples, hidden, device=mesh.device).to(dtype), torch.randn_like(self.x)
 
     def step(self) -> tuple[Tensor, ...]:
-        """The gradients of input and weights."""
+        """Return the gradients of input and weights."""
         grid = TokenGrid((self.tokens,), shards=self.shards)
         output = self.block(self.x, self.block.modulate(self.c), None, grid)
         return torch.autograd.grad(output, [self.x, *self.block.parameters()], self.weights)
@@ -108,7 +108,7 @@ class Layer:
 def measure(
     mesh: Mesh, shape: tuple[int, int, int, int], dtype: torch.dtype, rounds: int, budget: float
 ) -> dict[str, float]:
-    """Return the seconds a step of every variant."""
+    """Return every variant's seconds per step."""
     works = {}
     for name, how in VARIANTS.items():
         with exchanging(name != COMPUTE_ONLY), overlapping(name == OVERLAPPED):
@@ -116,7 +116,7 @@ def measure(
     repeats = max(LEAST_STEPS, min(50, int(budget / max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2)))))
 
     def trial(name: str) -> float:
-        with exchanging(name != COMPUTE_ONLY), overlapping(name == OVERLAPPED):  # (a graph does what was recorded)
+        with exchanging(name != COMPUTE_ONLY), overlapping(name == OVERLAPPED):  # a graph repeats what was recorded
             return timed(mesh, works[name], repeats)
 
     return interleaved(trial, COMPUTE_ONLY, [name for name in works if name != COMPUTE_ONLY], rounds)

@@ -4,11 +4,10 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_train.py --no_plain
     python benchmarks/bench_train.py --batch_size 256 --plugins zero2 --precisions bf16 --no_plain --kernels only --muon
 
-A step is a step of train.py on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The variants
-are timed in turn, for --rounds rounds in one process, and the median of all rounds is reported. Steps are timed in
-groups of GROUP; as in training, the host does not wait for the device within a group. Variants whose kernels can't be
-used on this machine are left out with a message.
-"""
+A step is train.py's step on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The variants take
+turns for --rounds rounds in one process, and the median over all rounds is reported. Steps are timed in groups of
+GROUP; as in training, the host does not wait for the device within a group. Variants whose kernels can't be used on
+this machine are left out with a message."""
 
 import argparse
 import functools
@@ -73,9 +72,8 @@ class Latents:
 def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = False):
     """Return a step of Meta's recipe in modern form: fp32 weights, autocast bf16, fused AdamW, EMA over all weights.
 
-    compiled: use torch.compile with cuDNN's attention. (Its gradients are wrong there, see
-    docs/log/2026-11-21-cudnn-attention-under-compile.md, but the speed is that of such a run.) fused: apply the five
-    changed lines of docs/api.md."""
+    compiled: use torch.compile with cuDNN's attention. Its speed is right, but its gradients are wrong
+    (docs/log/2026-11-21-cudnn-attention-under-compile.md). fused: apply the five changed lines of docs/api.md."""
     plain = PlainVDiT if config.is_video else fused_dit().PlainDiT if fused else PlainDiT
     model = plain(
         config.input_size,
@@ -139,7 +137,7 @@ def engine_step(
 
 
 def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], float]:
-    """Return the seconds per step of every timed group, and the peak memory in GiB, of a freshly built variant."""
+    """Return a freshly built variant's seconds per step in every timed group, and its peak memory in GiB."""
     cuda = mesh.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -165,8 +163,7 @@ def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], fl
 
 
 def kernels_of(args, config, mesh: Mesh, precision: str, speed: SpeedFlags) -> KernelChoice:
-    """Select the kernels of ``speed``. Raises ValueError if they can't be used, because the variant would be another
-    one."""
+    """Select the kernels of ``speed``. Raises ValueError if they can't be used."""
     dtype = PRECISIONS[precision]
     if speed != SpeedFlags():
         usable, why = (float8_available if speed.fp8 else kernels_available)(mesh.device, dtype)
@@ -211,7 +208,7 @@ def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]
 
 
 def variants_of(args, config, mesh: Mesh, data: Latents) -> dict[str, Callable]:
-    """Return, by name, a function that builds the step of each variant. Print its kernels, or why it is left out."""
+    """Return name -> function that builds a variant's step. Print each variant's kernels, or why it is left out."""
     say, found = print if mesh.is_main else lambda _: None, {}
     if not args.no_plain:
         found[PLAIN] = lambda: plain_step(args, config, mesh, data)

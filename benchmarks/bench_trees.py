@@ -24,7 +24,7 @@ from pathlib import Path
 
 
 def train_in_turns(tree: str, side: int, folder: Path, turns: int, steps: int, warmup: int, ranks: int, argv) -> None:
-    """Run one side in a separate process. In every version of the project, the call of ``EMA.update`` ends a step."""
+    """Run one side in a separate process. Each call of ``EMA.update`` ends a step."""
     os.chdir(tree)
     sys.path.insert(0, os.getcwd())
     import torch

@@ -12,11 +12,8 @@ EVERY = 0.1  # seconds between two readings
 
 
 class Clocks:
-    """Readings of nvidia-smi until :meth:`close`, grouped by what was running.
-
-    Args:
-        gpus: number of GPUs to read: the first ones that this process sees.
-    """
+    """Readings of nvidia-smi until :meth:`close`, grouped by what was running. gpus: number of GPUs to read, from the
+    first one that this process sees."""
 
     def __init__(self, gpus: int):
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")[:gpus]
@@ -44,7 +41,7 @@ class Clocks:
         """Return name -> (MHz, W), means over GPUs and readings. Names without readings are left out."""
         found = {}
         for name, spans in self._spans.items():
-            # Skip the first reading, which still shows the previous work: nvidia-smi and the card react late.
+            # nvidia-smi and the card react late, so skip the first readings.
             inside = [r[1:] for r in self._readings if any(start + 2 * EVERY < r[0] < end for start, end in spans)]
             if inside:
                 found[name] = tuple(map(statistics.fmean, zip(*inside, strict=True)))

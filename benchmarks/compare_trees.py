@@ -77,7 +77,7 @@ def train(tree: Path, ranks: int, steps: int, flags: str, outputs: Path) -> Path
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     words = ["train.py", *shlex.split(f"{COMMON} {flags}"), "--max_steps", str(steps), "--outputs", str(outputs)]
-    # The tree comes first, before an installed opendit. The rest of the path may contain packages that it needs.
+    # The tree comes before an installed opendit. The rest of the path may hold packages that the tree needs.
     path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, *words], cwd=tree, env=environment, capture_output=True, text=True)
@@ -89,8 +89,7 @@ def train(tree: Path, ranks: int, steps: int, flags: str, outputs: Path) -> Path
 
 
 def state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint by set and name. The set is the file's name without the rank that wrote the
-    file."""
+    """Return a checkpoint's tensors by set and name. The set is the file's name without the writing rank."""
     found = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         name_of_set = re.sub(r"_\d{3}$", "", path.stem)
@@ -110,7 +109,7 @@ def compare(old: Path, new: Path, steps: int) -> str | None:
         before, after = (state(run / f"checkpoints/step_{step:07d}") for run in (old, new))
         if before.keys() != after.keys():
             return f"step {step}: other tensors: {sorted(before.keys() ^ after.keys())[:3]}"
-        # Every gradient is a tensor of the first moments, "exp_avg.NAME".
+        # The first moments "exp_avg.NAME" are the gradients.
         different = [name for name in before if not torch.equal(before[name], after[name])]
         if different:
             largest = max(different, key=lambda name: (before[name] - after[name]).abs().max().item())

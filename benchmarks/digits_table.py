@@ -32,7 +32,7 @@ from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.digits import make_demo, name_digit
 
 ROOT = Path(__file__).resolve().parents[1]
-BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # minimum that a model must reach
+BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # minimum values
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Architecture:
 
 OBJECTIVES = (
     # Clips use velocity prediction, because the loss of noise prediction hardly weighs the noise levels that determine
-    # a clip. These are higher than for a picture, because frames repeat each other. Therefore the schedules are
+    # a clip. These levels are higher than for a picture, because frames repeat each other. So the schedules are
     # shifted, and EDM's noise levels are centred at 6 = exp(1.8) (docs/log/2026-11-21-st-dit-moving-digits.md).
     Objective(
         "DDPM, DDIM 50",
@@ -122,7 +122,7 @@ def captioned_digits(folder: Path) -> Path:
 
 
 def data_path(case: Case, outputs: Path) -> str:
-    """Return the path of the case's data, and make the data if they do not exist yet."""
+    """Return the path of the case's data. Missing data are made first."""
     if case.moving:
         return str(make_demo(outputs / "moving_digits"))
     return str(captioned_digits(outputs / "captioned_digits")) if "captioned" in case.architecture.data else "digits"
@@ -133,7 +133,7 @@ def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str
     flags = [*case.architecture.flags.split(), "--data_path", data_path(case, outputs)]
     flags += (case.objective.clips if case.moving else case.objective.pictures).split()
     if torch.cuda.is_available():
-        # Such small kernels end before the host has enqueued the next one or read the next clips.
+        # Such small kernels are faster than the host, which enqueues them and reads clips.
         flags += ["--enable_cuda_graph", *(["--num_workers", "8"] if case.moving else [])]
     folder = case.folder(outputs)
     command = [sys.executable, "train.py", *flags, "--outputs", str(folder), "--load", "latest", *more]

@@ -1,4 +1,5 @@
-"""The plain DiT with the five changed lines of docs/api.md: the page itself is applied to plain_dit.py."""
+"""The plain DiT with the five changed lines in docs/api.md. The diff is read from the page and applied to
+plain_dit.py."""
 
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def changes() -> list[tuple[str, str]]:
-    """Return (old lines, new lines) for each change of the page's diff. New lines without old ones go to the top."""
+    """Return (old lines, new lines) for each change in the page's diff. New lines without old ones go to the top."""
     page = (HERE.parent / "docs" / "api.md").read_text(encoding="utf-8")
     lines = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)[0].splitlines(True)
     groups = re.findall(r"((?:-[^\n]*\n)*)((?:\+[^\n]*\n)+)", "".join(lines))
@@ -20,7 +21,7 @@ def without_marks(part: str) -> str:
 
 
 def fused_dit(stream: str = "bfloat16") -> ModuleType:
-    """Return plain_dit with the changes as a separate module. stream: dtype of the activations between blocks.
+    """Return plain_dit with the changes, as a separate module. stream: dtype of the activations between blocks.
 
     Raises ValueError if the page no longer fits the file."""
     source = (HERE / "plain_dit.py").read_text(encoding="utf-8")

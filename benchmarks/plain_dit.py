@@ -1,9 +1,7 @@
 """A plain DiT and a plain DiT for clips, as most people write them: timm's layers and torch operations, no kernels.
 
-They are the baseline of the benchmarks and the independent reference of the tests. They are written from the paper with
-timm's attention, MLP and patch embedding and separate position tables, and share no code with opendit/models. PlainDiT
-has the parameter names of Meta's release.
-"""
+They are the benchmarks' baseline and the tests' independent reference, and share no code with opendit/models. PlainDiT
+has the parameter names of Meta's release."""
 
 import math
 from typing import Any
@@ -118,8 +116,7 @@ class PlainDiT(nn.Module):
 
 
 class PlainVDiT(nn.Module):
-    """forward(x (B, C, T, H, W), t (B,), y (B,)) -> (B, 2C, T, H, W). One matrix embeds each patch; attention is to all
-    tokens."""
+    """forward(x (B, C, T, H, W), t (B,), y (B,)) -> (B, 2C, T, H, W). All tokens attend to each other."""
 
     temporal: Tensor
     spatial: Tensor
@@ -141,7 +138,7 @@ class PlainVDiT(nn.Module):
         self.final_layer = FinalLayer(hidden_size, 1, volume * in_channels * 2)
 
     def condition(self, t, y):
-        """The vector of adaLN, and what else the blocks take."""
+        """Return (the vector for adaLN, further inputs of the blocks)."""
         assert self.y_embedder is not None
         return self.t_embedder(t) + self.y_embedder(y), ()
 

@@ -4,10 +4,8 @@
     python benchmarks/plot.py sequence_layer          some of them
     python benchmarks/plot.py --list                  their names, and what each shows
 
-A plot is a function in :data:`PLOTS` that gets the rows of results.csv and returns a figure. It uses the newest rows
-unless it says otherwise. Another program makes validation.png, because it shows more than results.csv contains (any run
-with a held-out loss).
-"""
+A plot is a function in :data:`PLOTS` from the rows of results.csv to a figure. It uses the newest rows unless it says
+otherwise."""
 
 import argparse
 import csv
@@ -47,7 +45,7 @@ def plain(axis: Axes, title: str, across: bool = True) -> None:
 # ------------------------------------------------------------------------------------------- docs/sequence_parallel.md
 
 LAYER = re.compile(r"layer (\d+)/(\d+) N (\d+) P (\d+) (.+)")
-LAYER_RUN = "8e1d470"  # the run with every length and width on 2 and on 4 GPUs
+LAYER_RUN = "8e1d470"  # this run has every length and width on 2 and on 4 GPUs
 # Targets set before the measurement: (GPUs, width) -> values for 8k, 16k and 64k tokens.
 TARGETS = {
     (2, 1152): (0.97, 0.98, 0.99),
@@ -56,7 +54,7 @@ TARGETS = {
     (4, 3072): (0.95, 0.975, 0.985),
 }
 TOKENS = (8192, 16384, 65536)
-# For each line of the legend: name, cases (the best is shown), colour and marker.
+# Legend lines: (name, cases, colour, marker). The best case is shown.
 SHOWN = (
     ("blocking exchange, best", ("blocking fastseq", "blocking ulysses"), "grey", "s"),
     ("Ulysses", ("ulysses",), "orange", "^"),
@@ -66,8 +64,8 @@ SHOWN = (
 
 
 def layer_shares(rows: list[Row], commit: str = LAYER_RUN) -> dict[tuple[int, int, int, str], float]:
-    """Return (GPUs, width, tokens, case) -> the layer's time without communication divided by its time. The case lacks
-    the number of head groups; the best number is used."""
+    """Return (GPUs, width, tokens, case) -> the layer's time without communication divided by its time. Cases that
+    differ only in the number of head groups are joined; the best number is used."""
     found: dict[tuple[int, int, int, str], float] = {}
     for row in rows:
         match = LAYER.fullmatch(row["case"])
@@ -176,8 +174,8 @@ def kernels(rows: list[Row]) -> Figure:
 
 
 def approximation_errors(rows: list[Row]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return {model and sampler: {setting: (factor by which block evaluations are reduced, relative error of
-    latents)}}."""
+    """Return {model and sampler: {setting: (factor by which block evaluations are reduced, the latents' relative
+    error)}}."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         if row["bench"] == "approximations":

@@ -163,7 +163,7 @@ AROUND = {
     "cosmos2-2b": COSMOS2,
 }
 
-# Encoder's configuration -> (name of its width there, name of that width in the network's configuration).
+# Encoder's configuration -> (name of its width, name of that width in the network's configuration).
 WIDTHS = {
     "flux": {
         "text_encoder": ("hidden_size", "pooled_projection_dim"),
@@ -179,10 +179,10 @@ WIDTHS = {
 
 
 def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool = False, empty: bool = False) -> int:
-    """Write the model, and return the number of bytes of its weights.
+    """Write the model, and return the weights' number of bytes.
 
     Args:
-        layers: number of blocks (for FLUX.1, of single-stream blocks) instead of the published one.
+        layers: number of blocks (for FLUX.1, single-stream blocks) instead of the published number.
         empty: write zeros in a sparse file.
     """
     import diffusers
@@ -202,7 +202,7 @@ def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool 
         own, of_network = WIDTHS[kind].get(path.partition("/")[0], ("", ""))
         joined = 3 if kind == "klein-4b" else 1  # number of encoder layers that are concatenated
         _write_json(folder / path, content | ({own: values[of_network] // joined} if own else {}))
-    if kind == "klein-4b":  # normalises latents by statistics in the VAE's weights
+    if kind == "klein-4b":  # needs statistics from the VAE's weights to normalise latents
         statistics = {"bn.running_mean": torch.zeros(128), "bn.running_var": torch.ones(128)}
         save_file(statistics, folder / "vae" / "diffusion_pytorch_model.safetensors", {"format": "pt"})
     _write_json(folder / "transformer" / "config.json", {"_class_name": network, **values})

@@ -3,9 +3,8 @@
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence.py --only auto --trace FOLDER
     python benchmarks/read_trace.py FOLDER/8192-3072-4-rank*.json [--draw step.png]                 (needs matplotlib)
 
-"gaps" is the time in which no kernel runs. Copies run at the same time as kernels, and barriers may do so too.
-Therefore a step is shorter than the sum of all kinds.
-"""
+"gaps" is the time in which no kernel runs. Copies run beside kernels, and barriers may do so too. Therefore a step is
+shorter than the sum of all kinds."""
 
 import argparse
 import json
@@ -26,7 +25,7 @@ COLOURS |= {OTHER: "#b0b0b0", COPIES: "#dd8452"}
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel or copy on the device. Times are microseconds from the first one of the step."""
+    """A kernel or copy on the device. Times are microseconds from the step's start."""
 
     kind: str
     start: float
@@ -41,9 +40,8 @@ def kind_of(event: dict) -> str:
 
 
 def read_steps(path: Path, steps: int) -> list[list[Span]]:
-    """Return the equal steps of a Chrome trace, each in the order of start times.
-
-    Raises ValueError if the steps are not equal, because the trace has another number of steps."""
+    """Return the equal steps in a Chrome trace, each in the order of start times. Raises ValueError if the steps are
+    not equal, because the trace has another number of steps."""
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     found = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")), key=lambda e: e["ts"])
     each, rest = divmod(len(found), steps)
@@ -54,7 +52,7 @@ def read_steps(path: Path, steps: int) -> list[list[Span]]:
 
 
 def times(step: list[Span]) -> dict[str, float]:
-    """Return the microseconds by kind, including "gaps", and of the whole step as "step"."""
+    """Return the microseconds by kind, including "gaps", and the complete step's as "step"."""
     found, busy_until = defaultdict[str, float](float), 0.0
     for span in step:
         found[span.kind] += span.end - span.start
@@ -66,8 +64,7 @@ def times(step: list[Span]) -> dict[str, float]:
 
 
 def draw(step: list[Span], title: str, path: Path, panels: int = 3) -> None:
-    """Draw the step in ``panels`` panels, one below the other. Spans that run at the same time as a kernel are in the
-    second row."""
+    """Draw the step in ``panels`` panels, one below the other. Spans that run beside a kernel are in the second row."""
     import matplotlib
 
     matplotlib.use("Agg")

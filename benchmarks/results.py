@@ -26,8 +26,7 @@ def append(rows: list[dict], path: Path | str = RESULTS, *, gpus: int = 1) -> No
 
     A row has the keys bench, case, metric and value. If the same run also measured a baseline, the row has baseline and
     baseline_value, and the ratio is computed here. A row with a published baseline has an empty ratio. Date, commit,
-    GPU and torch version are added.
-    """
+    GPU and torch version are added."""
     path = Path(path)
     fresh = not path.exists()
     common = {

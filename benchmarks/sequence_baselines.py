@@ -1,7 +1,6 @@
 """Baselines for opendit.parallel.sequence: the same layers and adjoints with blocking collectives.
 
-Both replace ``SequenceParallel.strategy``.
-"""
+Both replace ``SequenceParallel.strategy``."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -43,14 +42,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: Group, length: int) -> Tensor:
-    """Convert (B, n, H, d) of this rank's tokens to (B, h, length, d) of this rank's heads."""
+    """Convert (B, n, H, d), this rank's tokens, to (B, h, length, d), this rank's heads."""
     B, n, H, d = x.shape
     received = _AllToAll.apply(x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4), group)
     return received.transpose(0, 1).flatten(1, 2)[:, :length].transpose(1, 2)
 
 
 def _to_tokens(heads: Tensor, group: Group, rows: int) -> Tensor:
-    """Convert (B, h, N, d) of this rank's heads to (B, n, D) of this rank's tokens."""
+    """Convert (B, h, N, d), this rank's heads, to (B, n, D), this rank's tokens."""
     by_token = F.pad(heads.transpose(1, 2), (0, 0, 0, 0, 0, group.size * rows - heads.shape[2]))
     received = _AllToAll.apply(by_token.unflatten(1, (group.size, rows)).transpose(0, 1), group)
     return received.permute(1, 2, 0, 3, 4).flatten(2)
