@@ -173,7 +173,7 @@ class _Loader(_Base):
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Loader.add_constructor(_MERGE, lambda loader, node: node.value)  # << as a value is a text
+_Loader.add_constructor(_MERGE, lambda loader, node: node.value)  # the value "<<" is plain text
 
 
 def require(true: object, where: str, message: str) -> None:

@@ -176,7 +176,7 @@ def _down(path: str | Path, error: Exception) -> int | None:
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:
         return cause.errno
     try:
-        os.stat(path)  # fails again if the disk is down and a decoder has hidden the error
+        os.stat(path)  # a decoder may have hidden the disk's error; if the disk is down, this call raises it
     except OSError as found:
         return found.errno if found.errno in DOWN else None
     except ValueError:  # a path with a NUL

@@ -257,8 +257,8 @@ LOCK = ".index.lock"  # hold this lock only to change index.json
 
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Remove the index for the picture size in ``settings``, because its shards will be rewritten. Return the removed
-    shards' checksums by file name. Raises ValueError if the folder holds no latents, latents of version 1, or latents
-    with other settings."""
+    shards' checksums by file name. Raises ValueError if the folder is no folder of latents, or if its latents have
+    version 1 or other settings."""
     with file_locked(folder / LOCK):
         indexes, others = _indexes(folder, settings)
         if others:

@@ -394,8 +394,8 @@ def _as_neighbours(x: Tensor) -> Tensor:
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v with one head (dimension 1) for each query head. Shared heads are copied, because some of torch's
-    attention kernels don't support them."""
+    """Repeat the heads of k and v, dimension 1, so that each query head has its own. Some of torch's attention kernels
+    don't support shared heads."""
     copies = q.shape[1] // k.shape[1]
     return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
 

@@ -1,8 +1,8 @@
 """Conditions of models: labels, captions encoded as tokens and a pooled vector, and conditioning frames.
 
-A text model's condition ``y`` is a :class:`TextCondition` from a frozen encoder (CLIP, T5). The text encoder "bytes" is
-inside the model, so ``y`` is then token ids (B, L) int64 from :func:`encode_bytes`. To train classifier-free guidance,
-:func:`where` replaces dropped captions by the empty caption.
+With a frozen text encoder (CLIP, T5), a model's condition ``y`` is a :class:`TextCondition`. The text encoder "bytes"
+is a part of the model; its ``y`` is token ids (B, L) int64 from :func:`encode_bytes`. To train classifier-free
+guidance, :func:`where` replaces dropped captions by the empty caption.
 """
 
 from collections.abc import Sequence

@@ -200,7 +200,8 @@ class MemoryPressure:
         self._retries, self._before, self._lines, self._said = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
-        """Return a note, once, if memory is nearly full. Call for each line of the log. steps: steps in the line."""
+        """Return a note, once, if memory is nearly full. Call this for each line of the log. steps: number of steps
+        since the last line."""
         now, before = self._retries(), self._before
         self._before = now
         if self._said or before is None:

@@ -190,7 +190,7 @@ def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str
 
 
 def _path_or_name(value: str | None) -> str | None:
-    """Return an encoder's name or a folder's absolute path, for checkpoints."""
+    """Return the text to store in checkpoints for an encoder: the absolute path of a folder, otherwise the name."""
     folder = value is not None and value not in KNOWN and Path(value).expanduser()
     return str(folder.resolve()) if folder and folder.exists() else value
 

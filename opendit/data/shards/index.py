@@ -57,7 +57,7 @@ ROW = np.dtype(
 _RECORD = struct.Struct("<QQQIiIIBBI2x")  # the layout of ROW; reads a single record five times as fast
 
 _Names = Annotated[list[Text], MaxLen(256)]
-FieldPath = tuple[str, ...]  # a member's extension, then keys and list positions in its JSON
+FieldPath = tuple[str, ...]  # place of a field: a tar member's extension, then keys and list positions in its JSON
 
 BLOCK = 512  # bytes of a tar header; contents are padded to a multiple
 MOST_EXTENSION = 1 << 20  # maximum bytes of an extension header

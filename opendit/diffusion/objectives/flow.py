@@ -105,7 +105,8 @@ class FlowContext(NamedTuple):
 
 
 class ContrastContext(NamedTuple):
-    """``FlowContext`` with one more field. other: (B, C, ...), the target for another sample's velocity ([C])."""
+    """``FlowContext`` with one more field. other: (B, C, ...), the velocity of another sample, which the contrastive
+    loss pushes the prediction away from (paper [C])."""
 
     target: Tensor
     weight: Tensor

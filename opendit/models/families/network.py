@@ -571,8 +571,8 @@ class JointPack:
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:
-    """Return a caption's tokens and mask. context: a context, a list of contexts, or an object with a method ``of``
-    that returns a slice's context."""
+    """Return a caption's tokens and mask. context: this pair, a list of pairs for all blocks, or an object whose method
+    ``of`` returns the pair for some blocks."""
     if isinstance(context, list):
         context = context[0]
     return context if isinstance(context, tuple) else context.of(slice(0, 1))

@@ -481,8 +481,8 @@ class Depart(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Collects the attention output of all heads. shard: input to gather again in the backward pass (fastseq.py), or
-    None."""
+    """Collects the attention output of all heads. shard: this rank's input, if the backward pass must gather all inputs
+    again (fastseq.py); otherwise None."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, shard: Tensor | None, *sent: Tensor) -> Tensor:
