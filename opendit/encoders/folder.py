@@ -36,8 +36,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path, also: str = "") -> str | None:
-    """Return the user's name for the encoder, otherwise the name ``stored`` in the file ``source``. Raises ValueError
-    for a stored name that is not in KNOWN. The message names the flag and ends with ``also``."""
+    """Return the encoder's name from the user (``given``), otherwise the name ``stored`` in the file ``source``. Raises
+    ValueError for a stored name that is not in KNOWN. The message names the flag and ends with ``also``."""
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
     quoted = shlex.quote(stored) if stored.isprintable() else shown(stored)
@@ -171,8 +171,8 @@ def _fill_stored(
     device: torch.device,
 ) -> None:
     """Replace a model's parameters by the tensors in its files, one at a time. Linear layers are stored as ``kind``.
-    ``transformers`` renames tensors, so each parameter must first be filled with its tensor's index in ``tensors``.
-    Raises ValueError if a parameter is not exactly one tensor."""
+    Before the call, each parameter must be filled with its tensor's index in ``tensors``, because ``transformers``
+    renames tensors. Raises ValueError if a parameter is not exactly one tensor."""
     model.requires_grad_(False)
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name: tensors[int(parameter.flatten()[0])] for name, parameter in named.items()}
@@ -203,8 +203,8 @@ def _fill_stored(
 
 @contextmanager
 def _quiet_loading(warnings: bool) -> Iterator[None]:
-    """Disable the progress bars of ``transformers``, because every rank would draw them. warnings: if False, also
-    disable warnings, because parameters filled with indices cause one about tied weights."""
+    """Disable the progress bars of ``transformers``, because every rank would draw them. warnings: False to disable
+    warnings, too."""
     from transformers.utils import logging
 
     shown, before = logging.is_progress_bar_enabled(), logging.get_verbosity()

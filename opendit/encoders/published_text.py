@@ -37,7 +37,7 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 
-# Bounds memory: for 16 captions of 512 tokens, one layer of UMT5-XXL needs 1.5 GiB for the scores and softmax.
+# limits memory: for 16 captions of 512 tokens, a layer of UMT5-XXL needs 1.5 GiB for the scores and softmax
 CAPTIONS_AT_ONCE = 16
 # Class of ``transformers`` -> accepted values of model_type in config.json.
 MODEL_TYPES = {
@@ -82,8 +82,8 @@ class Prompts:
     dropped: int = 0  # number of template tokens missing at the start
     # function (pipeline, prompt) -> the text to tokenize, for example the prompt in a chat template
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
-    # True if negative prompts, including the empty prompt, are encoded without ``written``. The result's third and
-    # fourth items are then their tokens and mask.
+    # True if negative prompts, including the empty prompt, are encoded without ``written``. Then the result's third and
+    # fourth items are the negative prompts' tokens and mask.
     bare: bool = False
     unused: str | None = None  # name of a component that the pipeline requires but never uses here
 
@@ -145,8 +145,8 @@ PROMPTS = {
 class PublishedText:
     """A published model's frozen text encoders, called through its pipeline.
 
-    width: D of the tokens. pooled_width: P of the pooled vector. max_tokens: prompts are cut to this number of tokens.
-    They are also padded to it, unless the family removes padding."""
+    width: D of the tokens. pooled_width: P of the pooled vector. max_tokens: prompts are cut to this number of tokens,
+    and padded to it unless the family removes padding."""
 
     def __init__(
         self, pipeline: Any, family: Family, *, name: str, device: torch.device | str, max_tokens: int | None = None

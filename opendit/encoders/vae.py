@@ -75,7 +75,7 @@ class Tiles:
 
     def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
         """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32. Where tiles
-        overlap, a pixel is their weighted mean; :func:`_ramp` gives the weights along a side."""
+        overlap, a pixel is a weighted mean."""
         (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
         tiles = tiles.unflatten(0, (-1, self.count))
         joined = torch.zeros(*tiles.shape[:1], *tiles.shape[2:-2], *sides, device=tiles.device)
@@ -94,8 +94,8 @@ class Tiles:
 
 
 def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device) -> Tensor:
-    """Return a tile's weights (length,) along one side. They rise to 1 over ``overlap`` values from an inner border,
-    and are 1 at the frame's border."""
+    """Return a tile's weights (length,) along one side. From an inner border, they rise to 1 over ``overlap`` values.
+    At the frame's border, they are 1."""
     places = torch.arange(length, device=device) + 0.5
     up = (places / overlap).clamp(max=1) if start > 0 else torch.ones_like(places)
     down = ((length - places) / overlap).clamp(max=1) if start + length < side else torch.ones_like(places)
@@ -330,7 +330,7 @@ def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
 
 
 def _bytes_of(weight: Tensor) -> Iterator[bytes]:
-    """Yield a weight's bytes. A generator delays the copy, because memory may not hold all copies."""
+    """Yield a weight's bytes. This is a generator so that only one copy is in memory at a time."""
     yield weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
@@ -372,13 +372,13 @@ class OneFrame(nn.Module):
 
 
 class Packed(nn.Module):
-    """Packs FLUX.2's latents: 2 x 2 values become the channels of one position. The codec normalises packed latents by
-    the autoencoder's batch norm statistics."""
+    """Packs FLUX.2's latents: 2 x 2 values become the channels of one position. The codec normalises packed
+    latents with the statistics of the autoencoder's batch norm."""
 
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        # Remove patch_size, because other code expects pixels. Here it counts latent values.
+        # Remove patch_size, because it counts latent values, and other code expects pixels.
         about = {"_class_name": type(vae).__name__, "patch_size": None}
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers

@@ -30,16 +30,16 @@ ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 class Mode(NamedTuple):
     """The computations of a step. Every mode is recorded as a separate CUDA graph.
 
-    null: True to evaluate guidance's unconditional half. blocks: ALL, or a number of evaluations to extrapolate from,
-    or FIRST for the first block only. After FIRST, the step continues with REST, or with REUSED for earlier results."""
+    null: True to evaluate guidance's unconditional half. blocks: ALL, FIRST (the first block), REST (the remaining
+    blocks), REUSED (earlier results instead of the remaining blocks), or a number of evaluations to extrapolate."""
 
     null: bool = True
     blocks: int | str = ALL
 
 
 class Step(NamedTuple):
-    """The plan of one step. slot: index of the step's evaluation in a stack's cache. weights: the slots' weights for an
-    extrapolation, otherwise empty."""
+    """The plan of one step. slot: index in a stack's cache for the step's evaluation. weights: weights of all slots in
+    an extrapolation, otherwise empty."""
 
     mode: Mode
     slot: int = 0
@@ -47,8 +47,7 @@ class Step(NamedTuple):
 
 
 def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: Sequence[float]) -> list[Step]:
-    """Plan every step. starts: for each step, True if earlier results can't be reused, because it is the first step or
-    the model changes. levels: the steps' noise levels."""
+    """Plan every step. starts: True for steps that can't reuse earlier results. levels: the steps' noise levels."""
     first = [i for i, start in enumerate(starts) if start]
     runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
     cache, every = approximations.cache, approximations.guidance_every
@@ -76,12 +75,12 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 
 
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
-    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up. The first step is always among
-    them, and the last step if there are two or more.
+    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up. The first step is evaluated. The
+    last step is evaluated if there are two or more.
 
-    The steps are spaced evenly in a sum of two coordinates, each scaled to 0..1: the step's index, and the logarithm of
-    the noise level. The index alone would give a shifted flow too few steps at its end, where steps are long. The
-    logarithm alone would give other samplers too few steps at high noise levels."""
+    The steps are evenly spaced in a sum of two coordinates, each scaled to 0..1: the step's index, and the logarithm of
+    the noise level. With the index alone, a shifted flow would have too few steps at low noise levels. With the
+    logarithm alone, other samplers would have too few steps at high noise levels."""
     last, count = len(levels) - 1, -(-len(levels) // every)
     logs = [math.log(min(max(level, LOW), HIGH)) for level in levels]
     fall = (logs[0] - logs[last]) or 1.0
@@ -89,15 +88,14 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     chosen: list[int] = []
     for number in range(count):
         want = places[last] * number / max(1, count - 1)
-        # Steps after the previous choice that leave enough later steps for the remaining choices.
+        # steps after the previous choice, except the last ones, which later choices need
         free = range(chosen[-1] + 1 if chosen else 0, last - (count - number) + 2)
         chosen.append(min(free, key=lambda i: abs(places[i] - want)))
     return chosen
 
 
 def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
-    """Return the weights of polynomial (Lagrange) extrapolation from the positions ``known`` to the position ``at``.
-    Polynomials of a degree below ``len(known)`` are extrapolated exactly."""
+    """Return the weights of polynomial (Lagrange) extrapolation from the positions ``known`` to the position ``at``."""
     return [math.prod((at - other) / (own - other) for other in known if other != own) for own in known]
 
 
@@ -131,8 +129,8 @@ def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
 class WeakHalf(NamedTuple):
     """Settings for the second half of a guided batch (``--guidance_by``).
 
-    route: the affected blocks. Mask tokens replace the output of a fused route. Other routes process only the tokens
-    ``kept``: for every step, (1, n) int64 indices. samples: B, half of a guided batch."""
+    route: the affected blocks. kept: the tokens that these blocks process in every step, (1, n) int64 indices. For a
+    fused route, mask tokens replace the blocks' output instead. samples: B, half of a guided batch."""
 
     route: TokenRoute
     samples: int
@@ -155,8 +153,8 @@ class BlockStack:
         self._evaluation = 0
 
     def use_routes(self, fusion: Fusion | None, route: tuple[int, int] | None, weak: WeakHalf | None) -> None:
-        """Set the model's fused route (first, last), its fusion, and the settings for the second half of guided
-        batches. Unused settings are None."""
+        """Set the model's fused route (first, last) and its fusion, and the settings for the second half of guided
+        batches. None turns a setting off."""
         self.fusion, self.weak = fusion, weak
         self.route = route or ((0, 0) if weak is None else (weak.route.first, weak.route.last))
         self.weak_tokens = weak.kept[0].clone() if weak is not None and weak.kept else None
@@ -269,12 +267,12 @@ class TaylorStack(BlockStack):
     """Block stack that runs the blocks only in some steps. Other steps extrapolate F = x_L - x_0, the blocks' residual.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP by a Taylor series, with finite differences as
-    derivatives (eq. 4). Such a series is exact for polynomials up to degree 1. This class uses Newton's series. It is
-    exact up to degree ``order``.
+    derivatives (eq. 4). Such a series is exact for polynomials up to degree 1. This class uses Newton's series, which
+    is exact up to degree ``order``. Order 0 reuses the last F.
 
-    Both series are weighted sums of the last evaluations, and the weights depend only on the steps' indices. So
-    extrapolating F equals extrapolating every block, up to rounding, and takes 1 / L of the memory for L blocks. F
-    includes the gates; [T] applies the gates after extrapolating. Order 0 reuses the last F.
+    An extrapolation is a weighted sum of earlier evaluations, with equal weights for all blocks. So extrapolating F
+    equals extrapolating every block, up to rounding, and takes 1 / L of the memory for L blocks. Unlike in [T], the
+    extrapolated values include the gates.
 
     ``kept`` maps (index of the evaluation in its step, batch rows) to the last steps' F, (slots, rows, N, D)."""
 
@@ -307,8 +305,8 @@ class TaylorStack(BlockStack):
 
 
 def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-    """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider. kept: (n, *x.shape). weights: (n,)
-    or longer, float64; elements after the first n are not used."""
+    """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider. kept: (n, *x.shape). weights: at
+    least n float64 numbers, of which the first n are used."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     weights = weights.to(total.dtype)
     for weight, part in zip(weights, kept, strict=False):
@@ -328,8 +326,8 @@ class FirstBlockStack(BlockStack):
 
         mean |r - r'| < threshold mean |r'|.
 
-    The means are over the batch, so a sample depends on its batch. The host reads one number per step. A step's first
-    evaluation decides for all.
+    The means are over the batch, so a sample depends on its batch. If a step has several evaluations, the first one
+    decides for all.
 
     ``kept`` maps (index of the evaluation in its step, batch rows) to x_L' - x_1', (rows, N, D)."""
 
@@ -401,7 +399,7 @@ class ReusedGuidance:
         self._model, self._samples = model, samples
         self._differences: list[Tensor] = []
         self._fresh, self._evaluation = True, 0
-        self.rows = 0  # batch rows that guidance has requested, with skipped ones
+        self.rows = 0  # batch rows that guidance has requested, including skipped ones
 
     def begin(self, fresh: bool) -> None:
         self._fresh, self._evaluation = fresh, 0

@@ -27,8 +27,8 @@ from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return a note, in a list, if the model has channels for conditioning frames; else []. Raises ValueError if the
-    model can't draw without conditioning frames."""
+    """Return [note] if the model has channels for conditioning frames, else []. Raises ValueError if the model can't
+    draw without conditioning frames."""
     if config.given_beside:
         raise ValueError("a model of image to video is given a picture; draw with sample.py --image")
     if config.given_frames is None or config.given_in_place:
@@ -56,7 +56,7 @@ def encode_frames(
         image: one or a list of file names, ``PIL.Image``s or uint8 arrays (H, W, 3).
         clip: one or a list of file names, ``VideoClip``s or uint8 arrays (T, H, W, 3).
         frames: number of frames to use from a clip; by default as in training, or half of the frames to draw.
-        interval, fps: interval between the frames of a file, or, instead, their rate.
+        interval, fps: interval between the frames to use, or alternatively their rate.
         path: path of the model, for messages.
 
     Returns masks and latents (n, 1 + C, T, H, W), fp32 on ``device``; None without pictures and clips. Raises
@@ -107,8 +107,8 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
-    """Add picture tokens (n, tokens, width), if any, to the caption conditions y of the samples ``index`` (B,). Sample
-    i gets picture i modulo n."""
+    """Add picture tokens (n, tokens, width) to the caption conditions y of the samples ``index`` (B,). Sample i gets
+    picture i modulo n. If ``tokens`` is None, y is returned unchanged."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])

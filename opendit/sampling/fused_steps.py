@@ -55,7 +55,7 @@ class FusedSteps:
     """The fused steps of one batch size.
 
     Args:
-        linear, guided: every step's weights (see :func:`weights_of_steps`), and True for every step with guidance.
+        linear: every step's weights, see :func:`weights_of_steps`. guided: True for every step with guidance.
         state: the sampler's static state, with x as its first tensor. Every tensor is (B, C, ...) fp32, contiguous.
         step: (B,) int64, static: each sample's step, counted from the tables' first step.
     """
@@ -82,7 +82,7 @@ class FusedSteps:
         self._all = torch.tensor(table, dtype=torch.float64).to(device, torch.float32)
         self._noisy = any(kind.noise for kind in self.kinds)
         self._guidance = torch.full((len(step),), cfg_scale, dtype=torch.float32, device=device)
-        # For each evaluation: the network's next input, and the prediction.
+        # for each evaluation: the network's next input, and the prediction
         self._between = [
             (torch.empty_like(x), torch.empty_like(x)) for _ in range(max(k.evaluations for k in self.kinds))
         ]
@@ -104,7 +104,7 @@ class FusedSteps:
                 self._noise[rows].copy_(noise_of(first + i))
 
     def advance(self, kind: StepKind) -> int:
-        """Run a step of this kind. Return the number of batch rows that the network evaluated, over all evaluations."""
+        """Run a step of this kind. Return the number of batch rows in all evaluations of the network."""
         model, network, halves = self.network.model, self.network, 1 + kind.guided
         take_step = sampling_step.take_step if self._kernels else sampling_step.take_step_reference
         embed = sampling_step.embed_patches if self._kernels else sampling_step.embed_patches_reference
@@ -139,10 +139,11 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them.
+    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them:
 
-    First the factor of the network's input. Then, for each evaluation but the last, the weights of the next input and
-    of the prediction. Then the new state's weights, and a learned variance's p and q."""
+    1. the factor of the network's input
+    2. for each evaluation except the last, the weights of the next input and of the prediction
+    3. the new state's weights, and a learned variance's p and q"""
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
         numbers += [*weights, *[0.0] * (len(weights) - 1), 1.0]
@@ -152,8 +153,8 @@ def numbers_of(step: StepWeights) -> list[float]:
 
 
 def weights_of_steps(objective: Objective, sampler: Sampler, tensors: int) -> list[StepWeights] | None:
-    """Return all steps' weights for the network's output; None if the kernels don't support the sampler's update,
-    because it is no weighted sum or has too many terms. tensors: number of tensors in the sampler's state."""
+    """Return all steps' weights for the network's output. Return None if the kernels don't support the sampler's
+    update. tensors: number of tensors in the sampler's state."""
     stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
     found = [weights_of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
     if len(found) < len(stated):
@@ -165,8 +166,7 @@ def weights_of_steps(objective: Objective, sampler: Sampler, tensors: int) -> li
 
 
 def weights_of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
-    """Convert the weights of a step's sums. ``step`` weighs the objective's prediction, such as x_0; the result weighs
-    the network's output."""
+    """Convert the weights ``step`` for the objective's prediction, such as x_0, to weights for the network's output."""
     of_input, of_output = objective.network_weights(sampler.trajectory, i)
     if (of_input, of_output) == (0.0, 1.0):
         return step

@@ -51,8 +51,8 @@ def check_guidance(
 ) -> None:
     """Raise ValueError if the model does not support a setting of guidance.
 
-    by, every: as --guidance_by and --guidance_every. conditioned: False to draw without classes and captions. asked:
-    further flags about guidance, falsy where they are not set."""
+    by, every: values of --guidance_by and --guidance_every. conditioned: False to draw without classes and captions.
+    asked: other flags of guidance, falsy if not set."""
     path = weights.path
     if conditioned:
         weak_route(config, by)
@@ -78,8 +78,8 @@ def check_guidance(
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """Return the VAE's name or folder: ``vae``, else the one in the weights' metadata, else "ema". Raises ValueError if
-    the name is unknown, or if a folder contains only a network and no VAE is named."""
+    """Return the VAE's name or folder: ``vae``, else the VAE in the weights' metadata, else "ema". Raises ValueError if
+    the name is unknown, or if a VAE must be named because the weights' folder has none."""
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
@@ -157,8 +157,8 @@ def load_model(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> LoadedModel:
-    """Load a model with ``loader``'s device and precision, and start to load its VAE. second: for a model with two
-    networks, a run with the network that ``path`` lacks. For other arguments and for errors see ``load_pretrained``."""
+    """Load a model with ``loader``'s device and precision, and start to load its VAE. second: a run with the second
+    network, for a model with two networks. For other arguments and for errors see ``load_pretrained``."""
     notes: list[str] = []
     loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
@@ -171,7 +171,7 @@ def load_model(
     if both is not None:
         network.config = replace(both.config, text=network.config.text)
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
-        # Both networks must be from one checkpoint, an older one if the newest is damaged.
+        # Load both networks from the same checkpoint, even if the newest checkpoint is damaged.
         low = (low_noise_of(weights.path) if second is None else None) or both.low
         network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)
@@ -243,8 +243,8 @@ def encoder_dtype(precision: str) -> torch.dtype:
 
 
 def text_encoder_of(name: str | None, weights: Weights) -> str:
-    """Return the text encoder for a model's captions: ``name``, by default the one in the weights' metadata. Raises
-    ValueError if the name is unknown, or if the encoder does not fit the model."""
+    """Return the text encoder's name: ``name``, by default the encoder in the weights' metadata. Raises ValueError if
+    the name is unknown, or if the encoder does not fit the model."""
     text = weights.config and weights.config.text
     assert text is not None  # only models with captions get here
     stored: str = weights.info.get("text_encoder") or text.name
@@ -333,7 +333,7 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return default (number of steps, guidance scale): a public model's, (2, 1.0) for MeanFlow, else the arguments."""
+    """Return the default (number of steps, guidance scale) of a public model or MeanFlow, else the arguments."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)
@@ -409,7 +409,7 @@ def _any_size(
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Return the frame rate of generated clips, from the weights' metadata or else SOURCE_FPS / interval.
+    """Return the frame rate of generated clips: the rate in the weights' metadata, else SOURCE_FPS / interval.
     frame_interval: replaces the training interval, except for a public model's folder."""
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
         return weights.info.get("clip_fps", PUBLIC_FPS)

@@ -46,15 +46,15 @@ class OutputFolder:
         self.folder, self.names = folder, list(names)
 
     def resume(self) -> None:
-        """Delete temporary files that a killed, earlier start of this run left. Raises OSError."""
+        """Delete temporary files of an earlier, killed start of this run. Raises OSError."""
         names = set(self.names)
         for name in os.listdir(self.folder):
             if _unfinished(name) in names and not (self.folder / name).is_symlink():
                 remove(self.folder / name)
 
     def begin(self) -> list[str]:
-        """Delete the files that an earlier run wrote in this folder, and no others. Raises OSError. Return a note, in a
-        list, if other files look like samples; else []."""
+        """Delete the files that an earlier run wrote in this folder. Return [note] if other files look like samples,
+        else []. Raises OSError."""
         earlier = self._earlier()
         self._write_index({*earlier, *self.names})  # written before the first file, in case this run is killed
         for name in os.listdir(self.folder):
@@ -97,7 +97,7 @@ def write_npz(
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 file.write(npy_header(shape, descr))
                 for block in blocks:
-                    # A byte view, because a memoryview can't hold unicode, and tobytes() would copy the block.
+                    # view the block as bytes, because a memoryview can't hold unicode, and tobytes() would copy
                     file.write(np.ascontiguousarray(block, dtype=descr).reshape(-1).view(np.uint8).data)
 
 

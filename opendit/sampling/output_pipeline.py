@@ -107,8 +107,8 @@ class OutputPipeline:
     manager delivers the remaining batches, but none after an exception.
 
     Args:
-        deliver: called with samples' numbers (B,) and uint8 pixels, (B, H, W, 3) or (B, T, H, W, 3), one or two calls
-            of :meth:`put` later.
+        deliver: called with the samples' numbers (B,) and uint8 pixels, (B, H, W, 3) or (B, T, H, W, 3). A batch is
+            delivered one or two calls of :meth:`put` later.
         ranks: the replica's ranks; None for a single rank.
         leads: True if this rank calls ``deliver``.
     """
@@ -142,7 +142,7 @@ class OutputPipeline:
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
         self._in_flight.append(batch)
-        # While the host waits for an earlier batch, the GPU decodes the new one. Shared batches wait for one more call.
+        # While the host waits for an earlier batch, the GPU decodes the new batch.
         while len(self._in_flight) > (1 if self._ranks is None else 2):
             self._deliver_batch(self._in_flight.popleft())
 
@@ -199,7 +199,8 @@ class OutputPipeline:
         self._deliver(batch.index, pictures)
 
     def _on_side(self, after: Tensor):
-        """Return a context for the side stream, after the main stream's operations so far. It may read ``after``."""
+        """Return a context for the side stream. Operations in it run after the main stream's operations so far, and may
+        read ``after``."""
         if self._side is None:
             return contextlib.nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
@@ -224,8 +225,8 @@ class OutputPipeline:
 
 @dataclass
 class ReplicaBatches:
-    """Iterable over the batches (ranges of sample numbers) that this replica draws. Its ranks get equal batches.
-    Batches come in groups. A replica that has finished a group takes the next one from the queue."""
+    """Iterable over the batches (ranges of sample numbers) that this replica draws. All ranks of the replica get the
+    same batches. When a replica has finished a group of batches, it takes the next group from the queue."""
 
     groups: list[list[range]]
     queue: "SharedQueue"
@@ -256,8 +257,7 @@ def replica_batches(
 ) -> Iterator[ReplicaBatches]:
     """Distribute a cache's missing files over all replicas, and show a progress bar. All ranks must call this.
 
-    On exit, ``finish`` is called, and rank 0 waits until all replicas have drawn their samples. deliver: see
-    :class:`OutputPipeline`."""
+    On exit, ``finish`` is called, and rank 0 waits for all replicas. deliver: see :class:`OutputPipeline`."""
     mesh, replica, stages = run.mesh, run.replica, run.stages
     groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
     name = mesh.broadcast_object(secrets.token_hex(8))  # random: the store keeps the keys of earlier queues
@@ -288,11 +288,11 @@ def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
 
 
 class SharedQueue:
-    """Iterable that hands out the numbers 0 to ``count`` - 1, each to the first replica that asks. name: unique in the
-    store.
+    """Iterable over the numbers 0 to ``count`` - 1. Each number goes to the first replica that asks. name: unique in
+    the store.
 
-    A replica's first rank increments a counter in the store, and passes the number to its other ranks through a key.
-    They poll the key, because a blocking call would delay other threads that use the connection."""
+    A replica's first rank increments a counter in the store, and writes the number to a key for all other ranks. They
+    poll the key, because a blocking call would delay other threads that use the connection."""
 
     def __init__(self, store: Store, name: str, count: int, replica: Replica):
         self._store, self._name, self.count, self._replica = store, f"queue/{name}", count, replica

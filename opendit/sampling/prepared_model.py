@@ -23,19 +23,19 @@ class PreparedModel:
     """A model for the sampling steps of a batch of B samples, called as ``model(x, t, rows)``.
 
     Times and captions are embedded in advance. Modulations are computed for many steps at once, because their layers
-    hold a third of DiT-XL/2's weights. They are in a table with one row per (step, evaluation, condition); a step
-    gathers its samples' rows. The conditions are the B samples', then guidance's null condition, once or B times. The
-    captions' keys and values, and the positions, are computed once.
+    have a third of DiT-XL/2's weights. A table of modulations has one row per (step, evaluation, condition), and a step
+    gathers its samples' rows. The conditions are the B samples' conditions, then 1 or B null conditions. The captions'
+    keys and values, and the positions, are computed once.
 
     All tensors stay at fixed addresses, so a CUDA graph can be replayed with other batches and at other steps.
 
     Args:
-        times: times t of all the network's evaluations: (steps, evaluations), or (steps, evaluations, K) for K times.
+        times: times t of all evaluations: (steps, evaluations), or (steps, evaluations, K) for K times.
         guided: True if there is a null condition.
         size: size of the latents, without channels.
         memory: maximum bytes of a table. The table of modulations holds at least one step. If the captions' keys and
             values don't fit, every step recomputes them.
-        shared: True if ranks share a batch. Then ``rows`` in a call may be any rows of the batch, not only the first.
+        shared: True if ranks share a batch. Then a call may be for any rows of the batch, not only the first.
 
     Attributes:
         stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. Set it before
@@ -134,8 +134,8 @@ class PreparedModel:
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
-        """Write the modulations for times t (n,) or (n, K) and indices ``conditions`` (n,) into the table's ``rows``
-        (n,). None means the first n. Every product has PRODUCT_ROWS rows, so that a modulation does not depend on n."""
+        """Write n modulations into the table's ``rows`` (n,); None for the first n rows. t: (n,) or (n, K). conditions:
+        indices (n,). Every product has PRODUCT_ROWS rows, so that a modulation does not depend on n."""
         for part in range(0, len(t), PRODUCT_ROWS):
             some = slice(part, min(part + PRODUCT_ROWS, len(t)))
             count = some.stop - part
@@ -165,8 +165,8 @@ class PreparedModel:
 
     @property
     def contexts(self) -> list[Tensor]:
-        """Contexts of cross-attention: every block's keys and values, or the tokens for all blocks, and then the mask.
-        Each is (2 B, tokens, ...), without guidance (B, tokens, ...). Exists only for models with captions."""
+        """Contexts of cross-attention: every block's keys and values, or the tokens for all blocks. The mask is last.
+        Shapes: (2 B, tokens, ...), without guidance (B, tokens, ...). Exists only for models with captions."""
         return self._static["contexts"]
 
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Cache samples, or their features, on disk, so that a killed job can resume.
 
-The cache has one file, called a part, for each range of samples. A part has a checksum, and is written atomically,
-after the samples' picture or clip files. A job resumes only if its settings equal the manifest's."""
+The cache has one file, called a part, for each range of samples. A part has a checksum. It is written atomically after
+the samples' picture or clip files. A job resumes only if its settings equal those in the manifest."""
 
 import contextlib
 import errno
@@ -170,8 +170,8 @@ class SampleCache:
         write_whole(self.folder / MANIFEST, text.encode(), root=self._root)
 
     def missing(self, finished: Callable[[int], bool]) -> tuple[list[int], list[str]]:
-        """Return the indices of missing, damaged or unfinished files of the cache, and messages about the existing
-        ones. ``finished(number)`` is False if a sample has lost its picture or clip file."""
+        """Return (indices of missing, damaged or unfinished parts, messages about existing parts). ``finished(number)``
+        is False if a sample has lost its picture or clip file."""
 
         def problem(part: int) -> str | None:
             if not self.path(part).exists():
@@ -195,8 +195,8 @@ class SampleCache:
         return self.job.count - sum(len(self.samples(part)) for part in missing)
 
     def batches_to_draw(self, missing: Collection[int], batch_size: int) -> list[list[range]]:
-        """Return the batches for the missing files, in groups. One replica must draw all batches of a group. A sample's
-        batch does not change, so it may contain finished samples, see :meth:`CacheWriter.wants`."""
+        """Return the batches for the missing parts, in groups. One replica must draw all batches of a group. Batches
+        are the same in every start, so they may contain finished samples, see :meth:`CacheWriter.wants`."""
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
         ends = [min(self.job.count, first + step) for first in groups]
@@ -206,7 +206,7 @@ class SampleCache:
         ]
 
     def remove(self) -> None:
-        """Delete the cache's files, also another job's. The manifest is first, because no job resumes without one."""
+        """Delete the cache's files, even another job's. The manifest is deleted first, so that no job resumes."""
         if not self.folder.is_dir():
             return
         names = sorted((name for name in os.listdir(self.folder) if _FILES.fullmatch(name)), key=lambda n: n[0] != "m")

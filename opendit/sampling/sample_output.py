@@ -115,7 +115,7 @@ class SampleOutput:
             raise OSError(text) from error
 
     def _begin(self) -> list[int]:
-        """Remove old files, and create the cache. Return what it lacks. Only rank 0 calls this."""
+        """Remove old files, and create the cache. Return its missing parts. Only rank 0 calls this."""
         run, cache, folder = self.run, self.cache, self._folder
         missing = list(range(cache.count))
         if self._resumes:
@@ -205,7 +205,7 @@ class SampleOutput:
                 "arr_0": ("|u1", shape, self.cache.all_blocks()),
                 "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
             }
-            # The temporary file is named after the output folder, so that the next job there replaces a killed job's.
+            # Name the temporary file after the output folder, so that the next job there replaces it.
             write_npz(Path(flags.npz), arrays, mark=hash_parts(str(output.resolve()))[:12])
             of = " x ".join(map(str, shape))
             rows["npz"] = f"{flags.npz}: arr_0 {of}, arr_1 {'captions' if with_text else 'labels'}"
@@ -221,7 +221,7 @@ class SampleOutput:
         return rows
 
     def _what_is_safe(self, error: OSError) -> str:
-        """Return a message for after an error: which samples are on disk, and what the user can do."""
+        """Return the message after an error: which samples are on disk, and what the user can do."""
         flags, cache, found, cached = self.run.flags, self.cache, "no sample is there", self.cache.count_cached()
         if flags.save_png:
             complete = f"{self._folder.count_samples():,} of {cache.job.count:,}"
@@ -350,8 +350,8 @@ class _GatheredTensors(Mapping[str, Tensor]):
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Hash tensors' names, dtypes, shapes and contents, on their device. The hash is not cryptographic.
 
-    Contents are read as integers. Each integer is multiplied by an odd factor that depends on its position. The
-    products are summed modulo 2^64, so any changed integer changes the hash. On a GPU, SHA-256 would be much slower."""
+    Contents are read as integers. Each integer is multiplied by an odd factor that depends on its position, and the
+    products are summed modulo 2^64. On a GPU, SHA-256 would be much slower."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -363,8 +363,8 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 def weighted_sum(words: Tensor) -> int:
     """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64.
 
-    Every slice of words uses one tensor of factors, because a slice's start s is even. Then the factor (s + i + 1) *
-    ODD | 1 equals s * ODD + ((i + 1) * ODD | 1)."""
+    All slices of words use the same factors: a slice's start s is even, so (s + i + 1) * ODD | 1 equals s * ODD +
+    ((i + 1) * ODD | 1)."""
     size, device = WORDS_AT_ONCE[words.device.type], words.device
     factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
     products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)

@@ -171,7 +171,7 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """This rank's fraction of the block evaluations that all sharing ranks would make without approximations."""
+        """Block evaluations of this rank, as a fraction of all sharing ranks' evaluations without approximations."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(
@@ -200,7 +200,7 @@ class SamplingEngine:
         return loop.advance(i)
 
     def _fall_back(self, error: "NotRecordedError") -> None:
-        """Run kernel by kernel from now on: a failed recording makes the graphs' memory pool unusable."""
+        """Run kernel by kernel from now on, because a failed recording makes the graphs' memory pool unusable."""
         self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
         self._recorder = None
         for loop in self.loops.values():
@@ -222,8 +222,8 @@ def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
 def evaluation_times(
     objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
-    """Return each step's times t at which the sampler ``name`` evaluates the network: (evaluations,) or (evaluations,
-    K). They come from a run with a network that predicts zeros. channels: the network's input and output channels."""
+    """Return the times t at which the sampler ``name`` evaluates the network: for each step, (evaluations,) or
+    (evaluations, K). channels: the network's input and output channels."""
     seen: list[list[Tensor]] = []
 
     def network(x: Tensor, t: Tensor) -> Tensor:
@@ -267,8 +267,8 @@ class SamplingLoop:
     """Draws batches of ``samples`` samples: call ``begin``, then ``advance`` for every step, then ``latents``.
 
     A step's inputs, outputs and index are in static memory, so one recording serves all steps of a kind. A kind has one
-    model, one set of inputs, and one mode. The kind's first step runs kernel by kernel, to compile kernels and
-    initialise libraries. The second step is recorded. times: see :class:`PreparedModel`."""
+    model, one set of inputs, and one mode. A kind's first step runs kernel by kernel, to compile kernels. The second
+    step is recorded. times: see :class:`PreparedModel`."""
 
     def __init__(self, settings: LoopSettings, times: Tensor, samples: int):
         self.settings, self.samples = settings, samples
@@ -290,7 +290,7 @@ class SamplingLoop:
             for each in ([model] if second is None else [model, second])
         ]
         self._active = ActiveNetwork(self._networks[0])
-        # The index of each step's network. The first of two networks is for times t >= boundary.
+        # the index of each step's network; the first of two networks is for times t >= boundary
         boundary = 1000 * (model.config.boundary or 0.0)
         self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
         forward = self._active if settings.around is None else settings.around(self._active)
@@ -395,8 +395,8 @@ class SamplingLoop:
         self._end = self.evaluated = self.full_work = 0
 
     def advance(self, i: int, recorder: Recorder | None = None) -> None:
-        """Run step i, in order. recorder: records the step; None runs it kernel by kernel. Raises NotRecordedError if
-        the step can't be recorded and has not been run."""
+        """Run step i. Call in the order of steps. recorder: records the step; None to run kernel by kernel. Raises
+        NotRecordedError, without running the step, if it can't be recorded."""
         if self.network is not self._networks[self._which[i]]:
             # The network changes at step i. Fill the new network's tables from step i on.
             self._active.network, self._end = self._networks[self._which[i]], i
@@ -418,7 +418,7 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: approximate_steps.Mode, recorder: Recorder | None) -> None:
-        """Run step i in this mode, by a CUDA graph except without a recorder or at a kind's first step."""
+        """Run step i in this mode: by a CUDA graph, or without a recorder and at a kind's first step by kernels."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -455,7 +455,7 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except approximate_steps.FirstBlockDone:
             return
-        # Clone tensors that are in both states, so that no copy overwrites a tensor before it is read.
+        # Clone tensors that are in both states, because copies could overwrite them before they are read.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)
@@ -467,8 +467,8 @@ class SamplingLoop:
 
 
 class ActiveNetwork:
-    """Calls the current step's network; a loop with two networks changes ``network`` between steps. Guidance refers to
-    this object instead of the loop, because only the garbage collector frees a loop that refers to itself."""
+    """Calls the current step's network. A loop with two networks changes ``network`` between steps. Guidance refers to
+    this object, not to the loop, because only the garbage collector would free a loop that refers to itself."""
 
     network: PreparedModel
 
@@ -488,11 +488,11 @@ class StepInputs:
         self.sampler, self.capacity, self._rank = sampler, capacity, like.dim()
         inputs = [sampler.inputs(i) for i in range(sampler.steps)]
         self.type: Any = type(inputs[0])
-        # For each step and input, False if the input is None. Steps that differ here are recorded separately.
+        # for each step and input, False if the input is None; steps that differ here are recorded separately
         self.present = [tuple(value is not None for value in step) for step in inputs]
         # index of the input -> (capacity, *shape of the input)
         self._tables: dict[int, Tensor] = {}
-        # index of the input -> its values at all steps, except for noise, which differs between batches
+        # index of the input -> its values at all steps; without noise, because noise differs between batches
         self._all: dict[int, Tensor] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):
             example = next((value for value in values if value is not None), None)
@@ -514,8 +514,8 @@ class StepInputs:
                     table[i].copy_(noise)
 
     def at(self, step: Tensor, present: tuple[bool, ...]) -> NamedTuple:
-        """Return the inputs of a step. step: (1,), counted from the tables' first step. present: for each input, False
-        if it is None."""
+        """Return a step's inputs. step: (1,), counted from the tables' first step. present: False for each input that
+        is None."""
         values: list[Tensor | None] = []
         for number, there in enumerate(present):
             value = self._tables[number].index_select(0, step).squeeze(0) if there else None

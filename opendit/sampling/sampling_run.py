@@ -120,8 +120,8 @@ class SamplingRun:
         return y, frames_of_samples(self.conditioning_frames, index)
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
-        """Return a function that wraps an iterable of steps and measures their time; None without --profile. A batch
-        size's first two steps are a separate stage, because they compile kernels and record the CUDA graph."""
+        """Return a function that wraps an iterable of steps and measures their time; None without --profile. The first
+        two steps of a batch size are a separate stage, because they compile kernels and record the CUDA graph."""
         if not self.flags.profile:
             return None
         first = samples not in self._profiled
@@ -159,7 +159,7 @@ def _load(
         ckpt = cast(Path, group.gather(made)[0])
     shared = (flags, flags.attention, flags.mixed_precision)
     if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
-        # Before reading the weights, check whether ranks can share samples or divide layers.
+        # check this before the weights are read
         check_tensor_parallel(stored, mesh.tp_size)
         if mesh.sp_size > 1:
             shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
@@ -293,7 +293,7 @@ def samples_at_once(flags: "SampleConfig") -> int:
 def conditions_to_draw(
     flags: "SampleConfig", config: DiTConfig, weights: Weights, conditioner: Conditioner
 ) -> tuple[Condition, Tensor, list[str]]:
-    """Return all classes' or prompts' conditions, the samples' indices in them, and the names. Raises ValueError for an
+    """Return (conditions of all classes or prompts, each sample's index in them, names). Raises ValueError for an
     unknown class."""
     if config.text is None:
         names = loading.class_names(config, weights)

@@ -139,7 +139,8 @@ class Catalog:
         return found[-MOST_GRIDS:]
 
     def grid(self, run: str, name: str) -> Path:
-        """Return a listed sample grid's path. Raises ValueError if too large, or a link out of the folder."""
+        """Return a listed sample grid's path. Raises ValueError for a file that is too large, or a link out of the
+        folder."""
         if name not in self.grids(run):
             raise ValueError("no such grid")
         path = self.run(run) / "samples" / name
@@ -148,7 +149,7 @@ class Catalog:
         return path
 
     def sources(self) -> list[str]:
-        """Return the names of runs with checkpoints and of the checkpoints named on the command line."""
+        """Return the names of runs with checkpoints, and of checkpoints from the command line."""
         return [name for name in self.runs() if self.has_checkpoint(name)] + list(self.extra)
 
     def has_checkpoint(self, run: str) -> bool:

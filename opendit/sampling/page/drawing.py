@@ -44,7 +44,7 @@ from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, Draw
 MOST_TEXT = 20_000  # characters in all captions of a request, at most
 MOST_CAPTION = 2_000
 MOST_LORAS = 8
-MOST_PICTURE, PICTURE_S = 800_000, 5.0  # of an encoded picture: characters, and seconds to decode it, at most
+MOST_PICTURE, PICTURE_S = 800_000, 5.0  # characters of an encoded picture, and seconds to decode it, at most
 CACHES = ("taylor:2", "taylor:3", "taylor:4", "first_block:0.06", "first_block:0.1")  # others: docs/sampling.md
 MOST_WAITING = 16  # waiting requests, at most
 POLL_S = 0.1  # seconds between two checks of a drawing's progress
@@ -95,8 +95,8 @@ class SettingsForm:
 
 @dataclass(frozen=True)
 class WhatForm:
-    """Fields that choose what to draw, as a browser sends them. They are class numbers, captions (one per line), a
-    caption to guide away from, count, seed, and the clips' first picture (a data URL)."""
+    """Fields that choose what to draw, as a browser sends them. ``captions`` has one caption per line. ``picture``, the
+    clips' first picture, is a data URL."""
 
     classes: Any
     captions: Any

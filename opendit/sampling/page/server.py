@@ -67,8 +67,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 class Guard:
     """ASGI middleware that refuses requests that must not reach the page. password: for HTTP basic authentication with
-    any user name; None for no password. hosts: names by which a browser may address the page; None for any name.
-    Checking the name prevents DNS rebinding: another site's name could resolve to this machine."""
+    any user name; None for no password. hosts: names by which a browser may address the page, against DNS rebinding;
+    None for any name."""
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
         self._app, self._hosts, self._running = app, hosts, 0
