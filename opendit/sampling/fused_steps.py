@@ -139,7 +139,7 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them:
+    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them.
 
     1. the factor of the network's input
     2. for each evaluation except the last, the weights of the next input and of the prediction
