@@ -234,8 +234,8 @@ def broken_clips(folder: Path, good: Path) -> list[TableRow]:
 def anonymous_mib(pid: int) -> float:
     """Return the MiB of heap and stacks.
 
-    All private memory would mislead: it grows when pages shared since the fork are written, and when another process
-    that maps torch's libraries ends."""
+    Private memory would mislead. It grows when pages shared since the fork are written, and when another process that
+    maps torch's libraries ends."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 

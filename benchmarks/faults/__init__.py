@@ -1,9 +1,9 @@
 """Faults and their expected consequences; ``benchmarks/bench_faults.py`` causes and judges them.
 
-starter.py      a process that has imported the programs' modules, and forks to run them processes.py    programs under
-test: start, watch and kill them, and check that no process is left lab.py          a fault's environment, the
-undisturbed runs that it is compared with, and the verdict endings.py, signals.py, disks.py, checkpoints.py, shards.py,
-sharing.py, links.py, media.py, sets.py, encoders.py, flags.py        the faults
+- starter.py: a process that has imported the programs' modules, and forks to run them
+- processes.py: start, watch and kill programs under test, and check that no process is left
+- lab.py: a fault's environment, the undisturbed runs for comparison, and the verdict
+- other files: the faults
 """
 
 GROUPS = {

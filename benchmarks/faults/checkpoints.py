@@ -126,7 +126,7 @@ def forged(harm: Callable[[Path], None], says: str, readers: Sequence[str] = REA
         seal(newest)
         for reader in readers:
             program = lab.sample(newest) if reader == "sample" else lab.train(f"--{reader}", newest)
-            # A resume reads weights after building the model, so errors in the weights end a run that has begun.
+            # A resume builds the model before it reads weights, so errors in the weights end a run that has begun.
             lab.ends(program, {1, 2} if reader == "load" else {2}, f"error: .*({says})")
 
     return make
@@ -286,7 +286,7 @@ add("folder_in_place", "checkpoints", "folders in place of the weights", unseale
 
 
 def manifest(change: Callable[[dict], object]) -> Callable[[Lab], None]:
-    """Return a fault with a manifest whose own checksum is right. ``change`` changes its list of files."""
+    """Return a fault: ``change`` changes the manifest's list of files, and the manifest's checksum is right."""
 
     def make(lab: Lab) -> None:
         newest = lab.prepared()

@@ -98,8 +98,8 @@ def index_elsewhere(lab: Lab, folder: Path) -> None:
 
 
 def with_encoder(make: Callable[[Lab], Path], flag: str, harm: Callable[[Lab, Path], None]) -> Callable[[Lab], None]:
-    """Return a fault that trains with a harmed folder: training must refuse it in a line or ignore the harm, without
-    executing code."""
+    """Return a fault that trains with a harmed folder. Training must refuse the folder in a line or ignore the harm,
+    and must not execute its code."""
 
     def judge(lab: Lab) -> None:
         folder = make(lab)

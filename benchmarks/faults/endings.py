@@ -1,4 +1,4 @@
-"""Faults: a process is killed, stopped or told to leave, or an exception is raised in it."""
+"""Faults: a process is killed, stopped or told to leave, or raises an exception."""
 
 import os
 import signal

@@ -181,8 +181,8 @@ class Lab:
         first: int = 0,
         tracebacks: bool = False,
     ) -> None:
-        """Check that all programs end with one of ``codes``, within ``within`` seconds of the fault. None: they should
-        continue.
+        """Check that all programs end with one of ``codes``, within ``within`` seconds after the fault. If ``within``
+        is None, they should continue.
 
         Args:
             says: pattern for the last line of stderr of program number ``first``, or of any other program. With

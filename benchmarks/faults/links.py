@@ -1,6 +1,5 @@
 """Faults: folders of strangers that contain symbolic links. Nothing outside may be written, and a line must name the
-link.
-"""
+link."""
 
 import os
 from collections.abc import Callable
@@ -43,7 +42,7 @@ def planted(folder: Path, name: str, target: Path) -> None:
 
 
 def in_a_run(name: str, target: str) -> Callable[[Lab], None]:
-    """Return a fault: ``--load latest`` of a run in which ``name`` is a link to outside."""
+    """Return a fault: ``--load latest`` in a run where ``name`` is a link to a file outside."""
 
     def make(lab: Lab) -> None:
         lab.prepared()

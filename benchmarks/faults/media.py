@@ -19,7 +19,7 @@ def train_on(lab: Lab, path: Path | str, *more: object, **options) -> list:
 
 
 def png(width: int, height: int, rows: bytes | None = None) -> bytes:
-    """Return a grey PNG with one bit per pixel, whose rows compress to almost nothing."""
+    """Return a grey PNG with one bit per pixel. The rows compress to almost nothing."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -33,8 +33,8 @@ def png(width: int, height: int, rows: bytes | None = None) -> bytes:
 
 
 def one_among_good(harm: Callable[[Path], None], says: str = "") -> Callable[[Lab], None]:
-    """Return a fault with one odd entry in a folder of good pictures. Training must continue without it, and must print
-    ``says`` if that is given."""
+    """Return a fault with one odd entry in a folder of good pictures. Training must continue without this entry, and
+    must print ``says`` if given."""
 
     def make(lab: Lab) -> None:
         folder = pictures(lab)
@@ -150,7 +150,7 @@ def empty_class(lab: Lab) -> None:
 
 
 def table(text: str | bytes) -> Callable[[Lab], Path]:
-    """Return a function that writes a CSV beside the pictures ``cat/00.png`` and so on. ``{rows}`` stands for eight
+    """Return a function that writes a CSV next to the pictures ``cat/00.png`` and so on. ``{rows}`` stands for eight
     good lines."""
 
     def make(lab: Lab) -> Path:
@@ -174,8 +174,8 @@ def refused_table(text: str | bytes, says: str) -> Callable[[Lab], None]:
 
 
 def accepted_table(text: str, says: str = "") -> Callable[[Lab], None]:
-    """Return a fault with a table of captions that are odd but not wrong: training must use them and end well. says:
-    expected output."""
+    """Return a fault with a table of odd but valid captions. Training must use them and end well. says: expected
+    output."""
 
     def make(lab: Lab) -> None:
         path = table(text)(lab)
@@ -244,8 +244,8 @@ def clips(lab: Lab) -> Path:
 
 
 def one_bad_clip(harm: Callable[[Path], None]) -> Callable[[Lab], None]:
-    """Return a fault with one harmed clip. Training must continue with the others and name the clip; ``check`` must
-    drop it."""
+    """Return a fault with one harmed clip. Training must continue with the others and name the harmed clip; ``check``
+    must drop it."""
 
     def make(lab: Lab) -> None:
         table = clips(lab)

@@ -79,8 +79,7 @@ class Program:
         return self.stderr.read_text(errors="replace") + self.stdout.read_text(errors="replace")
 
     def last_line(self) -> str:
-        """Return the last non-empty line of stderr as a terminal would show it. (A progress bar returns to the
-        beginning of its line.)"""
+        """Return the last non-empty line of stderr as a terminal would show it after carriage returns."""
         lines = self.stderr.read_text(errors="replace").split("\n")
         shown = [line.split("\r")[-1].strip() for line in lines]
         return next((line for line in reversed(shown) if line), "")
@@ -101,15 +100,15 @@ def children(pid: int) -> list[int]:
 def living_in(folder: Path) -> list[int]:
     """Return the processes whose working directory is ``folder``, without zombies.
 
-    All programs of a fault run in the fault's folder. Their children inherit it, even in another session or with
-    another parent."""
+    All programs of a fault run in the fault's folder. Child processes inherit the folder, even in another session or
+    with another parent."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 if os.readlink(f"/proc/{entry}/cwd") == str(folder):
                     found.append(int(entry))
-            except OSError:  # it has ended, is a zombie, or belongs to another user
+            except OSError:  # the process has ended, is a zombie, or belongs to another user
                 continue
     return found
 

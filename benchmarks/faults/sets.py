@@ -87,7 +87,7 @@ def index(lab: Lab, folder: Path) -> None:
 
 
 def refused_tar(content: Callable[[], bytes], says: str, size: int = 0) -> Callable[[Lab], None]:
-    """Return a fault: a tar of these bytes, followed by a hole up to ``size``, must be refused by the index command."""
+    """Return a fault: the index command must refuse a tar with these bytes, followed by a hole up to ``size``."""
 
     def make(lab: Lab) -> None:
         folder = lab.folder / "tars"

@@ -25,8 +25,8 @@ def before(newest: Path) -> Path:
 
 
 def damaged(file: str, harm: Callable[[Path], None], sealed: bool = False) -> Callable[[Lab], None]:
-    """Return a fault. ``harm`` gets the path of a file of the newest checkpoint. sealed: the manifest is then made to
-    fit."""
+    """Return a fault. harm: changes a file in the newest checkpoint, given the file's path. sealed: the manifest is
+    then made to fit."""
 
     def make(lab: Lab) -> None:
         newest = lab.prepared(WORLD, *FSDP)
@@ -49,7 +49,7 @@ def of_another_set(path: Path) -> None:
 
 
 def in_index(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    """Return a function that changes the entry of one tensor, which has a shard on each rank."""
+    """Return a function that changes the entry of one tensor with a shard on each rank."""
 
     def harm(path: Path) -> None:
         index = json.loads(path.read_text())

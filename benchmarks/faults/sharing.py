@@ -32,7 +32,7 @@ def second_trainer(lab: Lab) -> None:
 
 
 def killed(lab: Lab) -> None:
-    """Start a run and kill it while it trains."""
+    """Start a run and kill it during training."""
     first = trained(lab, *LONG)
     first[0].send(signal.SIGKILL)
     lab.programs.wait(lambda: first[0].code() is not None, 30, "the kill")

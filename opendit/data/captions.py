@@ -143,9 +143,8 @@ def takes_whole(tokens: int) -> str:
 
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
-    """Return the rows whose captions are counted, ascending int64. ``Description.counted_captions`` and ``most`` limit
-    their number. A limited choice has evenly spaced groups of adjacent rows, because adjacent rows are often in one
-    file."""
+    """Return the rows to count, ascending int64. ``Description.counted_captions`` and ``most`` limit their number. If
+    limited, the rows are evenly spaced groups of neighbours, because neighbours are often in one file."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)

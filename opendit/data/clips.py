@@ -284,8 +284,8 @@ def decode_frames(
     size: FrameSize | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """Return frames of a clip, (T, H, W, 3) uint8. choose: returns the frames' indices for a timeline. size: the frames
-    are resized to this size if they have more than ``WINDOW`` bytes. Raises BadSample."""
+    """Return frames of a clip, (T, H, W, 3) uint8. choose: returns the frames' indices for a timeline. size: new frame
+    size if the frames have more than ``WINDOW`` bytes; None keeps the size. Raises BadSample."""
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())

@@ -265,8 +265,8 @@ def _no_data(late: str, patience: float) -> str:
 
 
 class _Reading:
-    """Records each worker's row and the start time of its read, in shared memory. Times are from time.monotonic(),
-    which all processes share."""
+    """Records each worker's row and the start time of its read, in shared memory. Times are from time.monotonic(), a
+    clock that all processes share."""
 
     def __init__(self, workers: int):
         self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)

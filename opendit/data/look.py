@@ -185,7 +185,7 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """Draw a PNG of thumbnails, each with its caption or class and its size below."""
+    """Draw a PNG of thumbnails. Below each are the caption or class, and the size."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
     lines: list[list[tuple[int, Look]]] = []  # (column, look) pairs of each line

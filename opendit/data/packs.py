@@ -42,7 +42,7 @@ class Packer:
 
     Samples are placed longest first, each into the cheapest pack with enough room (LPT, Graham 1969, with a capacity).
 
-    least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: each pack's sample numbers."""
+    least: tokens in the shortest possible sample. attention: see :func:`work_of`. packs: each pack's sample numbers."""
 
     def __init__(self, count: int, capacity: int, least: int, attention: float):
         self.least, self.attention = least, attention
@@ -244,7 +244,7 @@ class PackSchedule(BatchSchedule):
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
-        """Return (number of samples before each of the first steps, (steps + 1,) int64; :attr:`fill`)."""
+        """Return (cumulative number of samples in the first steps, (steps + 1,) int64; their :attr:`fill`)."""
         if self._first_steps is None:
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)

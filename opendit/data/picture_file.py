@@ -31,8 +31,7 @@ SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
 WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens but this module refuses. An EPS file is a program. Of the other formats, Pillow reads only
-# headers.
+# Formats that Pillow opens but this module refuses. EPS files are programs. For the rest, Pillow reads only headers.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
@@ -62,7 +61,7 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 
     The picture is halved by a box filter while both sides stay at least ``size``. Then it is resized bicubically until
     the shorter side is ``size``, and cropped. The pixels equal ``center_crop_arr`` in guided-diffusion (Dhariwal and
-    Nichol), which made the reference statistics of published FID numbers.
+    Nichol). Published FID numbers have reference statistics from this function.
 
     A picture with a ratio of sides above ``LONGEST`` is cropped before enlarging, to save memory. Its pixels differ
     from ADM's by at most one level of 255. place: see :func:`start_of_crop`."""

@@ -284,8 +284,8 @@ def spatial_features(x: Tensor) -> Tensor:
 def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
     """Resize pictures (B, 3, H, W) float32 to side x side pixels.
 
-    how: "tf" is TensorFlow 1's bilinear filter without antialiasing, which takes samples at i * H / side and defines
-    FID. "torch" is a bilinear filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
+    how: "tf" is TensorFlow 1's bilinear filter without antialiasing, with samples at i * H / side. FID is defined with
+    "tf". "torch" is a bilinear filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
     antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022)."""
     if how == "clean":
         return F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0, 255)

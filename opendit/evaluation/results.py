@@ -253,7 +253,7 @@ def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
 LOG, RUN_FOLDER = "log.jsonl", "evaluation"  # a run's log, and its subfolder for evaluation results
 ACROSS = 4  # maximum number of panels in a row
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
-STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # for the lines of one run, which have one colour
+STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # distinguish a run's lines, which have one colour
 SMOOTH = 50  # maximum number of points in a training loss curve
 
 

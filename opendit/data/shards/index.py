@@ -601,8 +601,8 @@ def scan(
     path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
 ) -> tuple[Header, np.ndarray, bytes]:
     """Return a tar's index: the header, the records (an array of ``ROW``) and the keys. Samples without a picture or
-    clip are left out. If some samples have captions, all samples without one are left out. Otherwise, the same holds
-    for labels.
+    clip are left out. If some samples have captions, samples without a caption are left out. Otherwise, if some have
+    labels, samples without a label are left out.
 
     checksums: True reads the complete tar, and stores its SHA-256 and each medium's CRC-32. False reads only headers,
     captions and labels. sha256: the tar's SHA-256, if known. Raises OSError, and ValueError as :func:`samples_of` or

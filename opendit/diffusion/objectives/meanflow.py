@@ -155,7 +155,7 @@ class MeanFlowObjective(Objective):
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        # the value is ``error``, the gradient is that of ``weighted``
+        # the value is ``error``, and the gradient is ``weighted``'s
         return error.detach() + weighted - weighted.detach()
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
