@@ -36,7 +36,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path, also: str = "") -> str | None:
-    """Return the encoder's name from the user (``given``), otherwise the name ``stored`` in the file ``source``. Raises
+    """Return the encoder's name: ``given`` by the user, or else ``stored`` in the file ``source``. Raises
     ValueError for a stored name that is not in KNOWN. The message names the flag and ends with ``also``."""
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given

@@ -129,8 +129,8 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
         self.vae.disable_tiling()
-        # CogVideoX decodes two latent frames at a time. If their number is even, it decodes the first latent frame to
-        # temporal_downscale frames. Only the last of these is valid, so drop the excess frames at the start.
+        # CogVideoX decodes two latent frames at a time. For an even number of latent frames, the first latent frame
+        # becomes temporal_downscale frames. Only the last frame is valid, so drop the others.
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 

@@ -42,7 +42,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of rows that this rank sends to each rank, and numbers that it receives from each rank."""
+    """Numbers of rows that this rank sends to each rank and receives from each rank."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -149,7 +149,7 @@ class Ring:
                 held = flight.wait()
 
     def reduce_scatter(self, piece: Callable[[int], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Sum ``piece(r)`` over all ranks, for each rank r. Return the sum for this rank.
+        """Sum ``piece(rank)`` over all ranks, for every rank. Return the sum for this rank.
 
         ``piece`` must return a new tensor, because the tensor is changed in place. It is called for the previous rank
         first and for this rank last, during communication. ``meanwhile`` is called during the last transfer.

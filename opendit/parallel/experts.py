@@ -103,7 +103,7 @@ class Sharing:
     """Settings of :func:`shard_experts`."""
 
     shards: Group | None  # the ranks that divide the weights; None if this rank has full weights
-    copies: dist.ProcessGroup | None  # the ranks with the same shard
+    copies: dist.ProcessGroup | None  # the ranks with equal shards
     averaged: int  # number of ranks that average their losses
     dtype: torch.dtype  # dtype of gathered weights
     reduce_dtype: torch.dtype  # dtype of summed gradients

@@ -170,7 +170,7 @@ class _Gathered:
 # ------------------------------------------------------------------------------------------ shards in host memory
 #
 # --offload blocks[:N] stores the shards of N blocks in page-locked host memory. FSDP2 copies a block's shards to the
-# device before it gathers them. The copy starts up to AHEAD blocks early, on a side stream. Reduced gradients are
+# device before gathering. The copy starts up to AHEAD blocks early, on a side stream. Reduced gradients are
 # copied to the host, and the optimizer's kernels update the masters there.
 #
 # FSDP2's CPUOffloadPolicy would move all parameters of a unit, and update them on the CPU. This module sets the

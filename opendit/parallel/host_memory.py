@@ -212,8 +212,8 @@ class StreamedBlocks:
                 self._begin(other)
 
     def _begin(self, number: int) -> None:
-        """Begin to copy a block into its slot, unless the slot has this block. The copy waits for all kernels enqueued
-        so far."""
+        """Begin to copy a block, unless its slot already has the block. The copy waits for all kernels enqueued so
+        far."""
         slot = number % len(self.slots)
         if self._holds[slot] == number:
             return

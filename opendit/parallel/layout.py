@@ -322,7 +322,7 @@ SPAN = 1 << 24  # maximum number of elements that one call draws
 
 
 class InitialValues:
-    """Initial values of a model's shards, equal to those of ``opendit.models.initialization.initialize``. The model may
+    """Draws the initial values of a model's shards, as ``opendit.models.initialization.initialize`` does. The model may
     be on the meta device. Raises ValueError unless every parameter has exactly one initial distribution."""
 
     def __init__(self, model: DiT, seed: int):

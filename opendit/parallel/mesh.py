@@ -215,8 +215,8 @@ def init_mesh(
         dims: replaces both sizes.
         group_of_one: True to make a process group for a single process, too. Engines need a process group.
 
-    Raises ValueError if this machine has more processes than GPUs, if the sizes do not fit the number of processes, or
-    if the processes can't meet.
+    Raises ValueError if this machine has more processes than GPUs, the sizes do not fit the number of processes, or
+    the processes can't meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank

@@ -56,7 +56,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Orthogonalise matrices (n, m) in place, and multiply them by 0.2 * sqrt(max(n, m)). Matrices with the same sides
+    """Orthogonalise matrices (n, m) in place, and multiply them by 0.2 * sqrt(max(n, m)). Matrices with equal sides
     are processed in batches."""
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for matrix in matrices:

@@ -67,8 +67,8 @@ class LossScale:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW on fp32 weights. Gradients may be bf16 or fp16. They are divided by ``div_scale``, which
-    Gemini's optimizer passes.
+    """torch's fused AdamW on fp32 weights. Gradients may be bf16 or fp16. Gemini's optimizer passes ``div_scale``, the
+    divisor of the gradients.
 
     Colossal-AI's CPU Adam ignores ``div_scale`` for bf16 gradients, so clipping would silently fail. Colossal-AI's
     HybridAdam compiles two extensions for minutes.
@@ -76,7 +76,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     # maximum number of elements in one update, because an update copies gradients to fp32
     elements = 2**26
-    # torch's decorated method would import torch's compiler, which takes a second
+    # undecorated, because torch's decorator would import torch's compiler (1 s)
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
 
     def __init__(self, params: Any, eight_bits: bool = False, **kwargs: Any):
@@ -137,7 +137,7 @@ class OnePassAdamW:
 
     Args:
         adam: optimizer with the settings, in one parameter group, and the moments.
-        keys: the masters (fp32, 1-d or contiguous), which are the keys of ``adam.state``.
+        keys: the masters (fp32, 1-d or contiguous). They are the keys of ``adam.state``.
         sizes: number of leading elements of each master to update; None for all.
         working: copies of the masters in the precision of the forward pass.
 

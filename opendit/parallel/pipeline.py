@@ -230,7 +230,7 @@ class Links:
                 sends.popleft()[0].wait()
 
 
-AHEAD = 1  # number of later passes whose receives are posted before a pass runs
+AHEAD = 1  # receives are posted this number of passes ahead
 Pass = Callable[[Action, Tensor | None], Tensor | None]
 
 
@@ -364,8 +364,8 @@ def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
 
 
 def _part(name: str, model: DiT) -> str:
-    """Return the name of a tensor's unit: its block, or its top-level module outside of blocks. A unit is never
-    split."""
+    """Return the name of a tensor's unit: the block, or outside of blocks the top-level module. Stages never split a
+    unit."""
     top, *rest = name.split(".")
     return f"{top}.{rest[0]}" if top == plan_of(model.config).stages.stack else top
 

@@ -78,8 +78,8 @@ class _Peer:
 
 
 class RankWatch:
-    """One rank's watch over all other ranks. All ranks must create their watches in the same order, and ``close`` them
-    after success. Ranks 0 and 1 log which ranks stop sending messages, and when these ranks resume.
+    """One rank's watch over all other ranks. Ranks must create watches in the same order, and call ``close`` after
+    success. Ranks 0 and 1 log which ranks fall silent, and when these ranks resume.
 
     Args:
         place: place of this process in the run.
@@ -316,8 +316,8 @@ class RankWatch:
             peer.connection.send(json.dumps(message).encode() + b"\n")
 
     def _release(self) -> None:
-        """Close all sockets. Forked processes also call this method, so that they do not keep a dead parent's
-        connections open."""
+        """Close all sockets. Forked processes also call this method, because open copies would hide a parent's
+        death."""
         for peer in self._peers.values():
             peer.connection.close()
         for one in (self._listener, self._wake, self._woken, self._selector):
@@ -395,8 +395,8 @@ class Supervisor:
         self.user_errors, self._code = (*user_errors, *ALWAYS), FAILED
 
     def closes(self, close: Callable[[float], None]) -> None:
-        """Register ``close(seconds)``, which saves unsaved state within this time. If the main thread is stuck at the
-        end, another thread calls the registered functions, the last one first."""
+        """Register ``close(seconds)`` to save unsaved state within this time. If the main thread is stuck at the end,
+        another thread calls the registered functions, the last one first."""
         self._closers.append(close)
 
     @contextlib.contextmanager

@@ -88,7 +88,7 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     chosen: list[int] = []
     for number in range(count):
         want = places[last] * number / max(1, count - 1)
-        # steps after the previous choice, except the last ones, which later choices need
+        # steps after the previous choice; the last steps remain for later choices
         free = range(chosen[-1] + 1 if chosen else 0, last - (count - number) + 2)
         chosen.append(min(free, key=lambda i: abs(places[i] - want)))
     return chosen
@@ -267,8 +267,8 @@ class TaylorStack(BlockStack):
     """Block stack that runs the blocks only in some steps. Other steps extrapolate F = x_L - x_0, the blocks' residual.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP by a Taylor series, with finite differences as
-    derivatives (eq. 4). Such a series is exact for polynomials up to degree 1. This class uses Newton's series, which
-    is exact up to degree ``order``. Order 0 reuses the last F.
+    derivatives (eq. 4). Such a series is exact for polynomials up to degree 1. This class uses Newton's series. It is
+    exact up to degree ``order``. Order 0 reuses the last F.
 
     An extrapolation is a weighted sum of earlier evaluations, with equal weights for all blocks. So extrapolating F
     equals extrapolating every block, up to rounding, and takes 1 / L of the memory for L blocks. Unlike in [T], the

@@ -79,7 +79,7 @@ def check_guidance(
 
 def vae_of(vae: str | None, weights: Weights) -> str:
     """Return the VAE's name or folder: ``vae``, else the VAE in the weights' metadata, else "ema". Raises ValueError if
-    the name is unknown, or if a VAE must be named because the weights' folder has none."""
+    the name is unknown, or if the weights are a folder without a VAE and no VAE is named."""
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")

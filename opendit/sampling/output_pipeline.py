@@ -225,8 +225,8 @@ class OutputPipeline:
 
 @dataclass
 class ReplicaBatches:
-    """Iterable over the batches (ranges of sample numbers) that this replica draws. All ranks of the replica get the
-    same batches. When a replica has finished a group of batches, it takes the next group from the queue."""
+    """Iterable over the batches (ranges of sample numbers) that this replica draws. The replica's ranks get equal
+    batches. When a replica has finished a group of batches, it takes the next group from the queue."""
 
     groups: list[list[range]]
     queue: "SharedQueue"

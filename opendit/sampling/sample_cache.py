@@ -195,8 +195,8 @@ class SampleCache:
         return self.job.count - sum(len(self.samples(part)) for part in missing)
 
     def batches_to_draw(self, missing: Collection[int], batch_size: int) -> list[list[range]]:
-        """Return the batches for the missing parts, in groups. One replica must draw all batches of a group. Batches
-        are the same in every start, so they may contain finished samples, see :meth:`CacheWriter.wants`."""
+        """Return the batches for the missing parts, in groups. One replica must draw all batches of a group. A sample
+        has the same batch in every start, so batches may contain finished samples, see :meth:`CacheWriter.wants`."""
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
         ends = [min(self.job.count, first + step) for first in groups]

@@ -455,7 +455,7 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except approximate_steps.FirstBlockDone:
             return
-        # Clone tensors that are in both states, because copies could overwrite them before they are read.
+        # clone tensors that are in both states, because copying could overwrite a tensor before its use
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)

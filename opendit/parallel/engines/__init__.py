@@ -71,8 +71,7 @@ class Engine(ABC):
         skipped: number of skipped steps, 0-dim int64.
         skipped_in_a_row: number of consecutive skipped steps, up to the last step, 0-dim int64.
         shapes: canonical shape of every trained parameter.
-        parts: layout of this rank's parameters before sharding. With tensor parallelism, these parameters are slices of
-            the canonical tensors.
+        parts: layout before the plugin shards parameters. It has cuts only for tensor parallelism.
         shared: names of the parameters that all stages of a pipeline have.
         stored: layers with weights in the format of --base_precision, by weight name.
         muon: Muon optimizer; None if AdamW updates all parameters.
@@ -259,7 +258,7 @@ class Engine(ABC):
         return number
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
-        """Return (this rank's part of a frozen weight, its shard)."""
+        """Return (memory of a frozen weight on this rank, shard in this memory)."""
         kept = parameter if self.streamed is None else self.streamed.host.get(name, parameter)
         return kept, self.parts.local(name)
 
@@ -278,7 +277,7 @@ class Engine(ABC):
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """Return this rank's shards of one parameter's moments, read-only. Moments are zeros before the first step.
-        8-bit moments are decoded to fp32, and encode to the same bits again."""
+        8-bit moments are decoded to fp32 without loss."""
         shard = self.layout.local(name)
         return {moment: to_values(kept).view(shard.shape) for moment, kept in self._moments(name).items()}
 

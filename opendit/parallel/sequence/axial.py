@@ -116,8 +116,8 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
 class AllToAll:
     """Exchange with collectives, in ``parts`` parts. One part's transfer overlaps with other parts' attention.
 
-    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the away layout, and calls ``attend(lines, which)`` for every
-    part: its tokens, and its slice of the divided axis. The results (B, n, D') return to the home layout.
+    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the away layout and calls ``attend(lines, which)`` for every
+    part. The results (B, n, D') return to the home layout. lines: the part's tokens. which: slice of the divided axis.
     """
 
     parts: int = PARTS
@@ -147,8 +147,8 @@ def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
-    """Bring float8 tokens to the away layout. All ranks have the same scale, because LayerNorm + modulate computes the
-    scale from the samples' modulation."""
+    """Bring float8 tokens to the away layout. The scale is equal on all ranks, because LayerNorm + modulate computes
+    the scale from the samples' modulation."""
     stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
     return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
 
@@ -248,8 +248,8 @@ class SharedGrid:
 def shared_grid(
     group: Group, sizes: tuple[int, ...], exchange: "AllToAll | DirectExchange", full: SequenceShards | None
 ) -> SharedGrid:
-    """Return this rank's shard of a grid of frames, rows and columns. The home layout is by frames, or if ``full`` is
-    None, by positions if that needs less padding."""
+    """Return this rank's shard of a grid of frames, rows and columns. The home layout is by frames. Without ``full``,
+    it is by positions if that needs less padding."""
     sizes = sizes[0], math.prod(sizes[1:])
     home, _ = divide_grid(*sizes, group.size, by_frames=full is not None)
     return SharedGrid(GridShare(group, sizes, home), exchange, full)
@@ -299,7 +299,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        # This is a view of a buffer. The norm's backward pass reads it before the next exchange overwrites it.
+        # a view of a buffer; the preceding norm's backward pass reads this view before the next exchange
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 

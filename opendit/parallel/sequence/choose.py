@@ -125,8 +125,8 @@ class _Costs:
 
     def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:
         """Return the seconds of Ulysses with collectives: visible all-to-alls among ``ranks`` ranks, forward and
-        backward. Attention partly hides all transfers but those of one group. With copy engines, it can hide them
-        completely."""
+        backward. One group's transfers are fully visible. Attention hides the other groups' transfers, partly or, with
+        copy engines, completely."""
         m, P = self.hardware, ranks or self.ranks
         number, of_heads = split_groups(groups, self.shape.samples, self.shape.heads // P)
         exchanged = 2 * 4 * self.whole * P / self.ranks * (P - 1) / P**2
@@ -206,8 +206,8 @@ def make_plan(
         groups: number of groups for Ulysses; None to choose.
         hardware: None for H200s.
 
-    Raises ValueError if ``kind`` is unknown or does not work with the model, if ``groups`` does not divide the samples
-    and a rank's heads, or if auto finds no strategy.
+    Raises ValueError if ``kind`` is unknown or does not work with the model, ``groups`` does not divide the samples and
+    a rank's heads, or auto finds no strategy.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

@@ -7,7 +7,7 @@ Every rank has four buffers. Data is written before a barrier and read after it:
     everyone  like output, but written after the barrier of input and read after the barrier of gradient
     gradient  a rank fills its own buffer, barrier, all ranks read what they need from it
 
-No buffer is used twice in a row, because the next buffer's barrier ensures that all ranks have finished with the last
+A buffer is never used twice in a row. The next buffer's barrier ensures that all ranks have finished with the last
 buffer. A layer's forward pass uses input, then output. The backward pass uses input, then output or gradient (FastSeq).
 A recorded graph begins with input and ends with another buffer, so it can be replayed repeatedly.
 

@@ -135,8 +135,8 @@ def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, fl
     """Prepare the projection ``qkv`` of x (B, n, D). float8: True for products in float8; x must then be an output of
     LayerNorm + modulate.
 
-    In float8, one product reads the inputs of all ranks, so all ranks must use the same scale. LayerNorm + modulate
-    computes the scale from the samples' modulation, which is equal on all ranks.
+    In float8, one product reads the inputs of all ranks, so the scale must be equal on all ranks. This is true because
+    LayerNorm + modulate computes the scale from the samples' modulation.
     """
     if not float8:
         given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)
@@ -253,6 +253,6 @@ def _parts_of(joined: Tensor) -> list[Tensor]:
 
 
 def side_by_side(received: Sequence[Tensor], samples: int = 1) -> Tensor:
-    """Join the heads of all ranks: return (B, n, D). samples: number of sample groups. received: tensors (P, b, n, h,
-    d), one for each head group of the first sample group, then of the next sample group, and so on."""
+    """Join the heads of all ranks: return (B, n, D). samples: number of sample groups. received: a tensor (P, b, n, h,
+    d) for each (sample group, head group), sample group by sample group."""
     return _SideBySide.apply(samples, *received)

@@ -142,8 +142,8 @@ def _flash(q: Tensor) -> bool:
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, N, d) and the scores' log-sum-exp (B, H, N) of attention from q (B, H, N, d) to k, v (B,
-    H, M, d). The log-sum-exp is fp32 for half-precision inputs."""
+    """Return (attention output (B, H, N, d), log-sum-exp of the scores (B, H, N)). q: (B, H, N, d). k, v: (B, H, M, d).
+    The log-sum-exp is fp32 for half-precision inputs."""
     if _flash(q):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
         return out, lse
@@ -254,7 +254,7 @@ class PeerExchange:
     use.
 
     Args:
-        slot: index of this exchange among the ``number`` exchanges in one use of the buffer. Start them in this order.
+        slot: index of this exchange among the ``number`` exchanges in one use of the buffer, in starting order.
     """
 
     def __init__(self, memory: PeerMemory, buffer: Buffer, slot: int, number: int):
