@@ -107,8 +107,8 @@ class Case:
 
     @classmethod
     def of(cls, length: int, head_dim: int, tokens: int = TOKENS) -> "Case":
-        """Build a case. If ``length`` exceeds ``tokens``, the case has a quarter of the heads, as if four ranks shared
-        a sequence."""
+        """Build a case. If ``length`` > ``tokens``, it has a quarter of the heads, as if four ranks shared a
+        sequence."""
         heads = HEADS.get(head_dim, 16)
         return cls(length, head_dim, heads // 4 if length > tokens else heads, max(1, tokens // length))
 
@@ -120,8 +120,7 @@ class Case:
 
 
 def inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """Return (qkv (B, N, 3, H, d), its views q, k, v (B, H, N, d), the output's gradient). The gradient has the
-    output's memory format."""
+    """Return (qkv (B, N, 3, H, d), its views q, k, v (B, H, N, d), the output's gradient)."""
     generator = torch.Generator(device).manual_seed(0)
     random = functools.partial(torch.randn, device=device, generator=generator)
     qkv = random(case.samples, case.length, 3, case.heads, case.head_dim).to(dtype).requires_grad_()
@@ -130,8 +129,7 @@ def inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, tuple[T
 
 
 def reference(case: Case, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return the output (B, H, N, d) and the gradients of q, k, v, computed in float64 from inputs rounded to
-    ``dtype``."""
+    """Return the output (B, H, N, d) and the gradients of q, k, v in float64. Inputs are rounded to ``dtype``."""
     qkv, _, grad = inputs(case, dtype, device)
     q, k, v = exact = [x.detach().double().requires_grad_() for x in qkv.permute(2, 0, 3, 1, 4).unbind()]
     out = torch.softmax(q @ k.transpose(-1, -2) / case.head_dim**0.5, dim=-1) @ v

@@ -118,8 +118,7 @@ KNOWN = (
 
 
 def measured(known: Known, path: Path = RESULTS) -> tuple[float, float | None]:
-    """Return (ms of the step, peak GiB or None if it was not measured). Raises LookupError if results.csv has no such
-    row."""
+    """Return (ms of the step, peak GiB or None). Raises LookupError if results.csv has no such row."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if (row["bench"], row["case"]) == (known.bench, known.case)]
     rows = [row for row in rows if int(row["gpus"]) == known.gpus]

@@ -59,8 +59,7 @@ class Nothing:
 
 
 class InPlace:
-    """Layout for attention within frames if tokens are divided by position. The ring attention fetches the other
-    positions."""
+    """Layout for attention within frames if tokens are divided by position. The ring fetches the other positions."""
 
     def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
         return attend(x, slice(0, grid.sizes[FRAMES]))
@@ -107,8 +106,8 @@ class Layer:
         return connect(self.group, self.mesh.device)[0]
 
     def step(self, name: str, shards: SequenceShards | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return (output, gradient of x, gradients of the weights) for this rank's tokens. Without shards, return them
-        for all tokens."""
+        """Return (output, gradient of x, gradients of the weights) for this rank's tokens, or without shards for
+        all."""
         for module in self.block.modules():
             if isinstance(module, Attention):
                 module.attend = self.attend
@@ -124,8 +123,7 @@ class Layer:
         return output.detach(), dx, grads
 
     def error(self, name: str) -> float:
-        """Return the largest relative error, against one rank, in the output and in the gradients of x and the
-        weights."""
+        """Return the largest relative error in the output and the gradients of x and the weights, against one rank."""
         shards = self.shards(name)
         (output, dx, grads), (want, want_dx, want_grads) = self.step(name, shards), self.step(WHOLE, None)
         for grad in grads:

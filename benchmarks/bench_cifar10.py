@@ -291,8 +291,7 @@ def load_classifier(file: Path, device: torch.device) -> Classifier:
 
 @torch.inference_mode()
 def features_of(model: Classifier, pixels: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return features (N, D) and classes (N,), averaged over each picture and its mirror image. pixels: uint8 (N, 32,
-    32, 3)."""
+    """Return features (N, D) and classes (N,) of uint8 pictures (N, 32, 32, 3), averaged with their mirror images."""
     device, pools, named = model.head.weight.device, [], []
     for part in torch.from_numpy(pixels).split(BATCH):
         x = scaled(part.to(device))
@@ -363,8 +362,7 @@ def train_teacher(pictures: Pictures, folder: Path, epochs: int, tiny: bool) -> 
 
 @torch.inference_mode()
 def share_of_neighbours(folder: Path, train: Pictures, test: Pictures) -> float:
-    """Return the share of test pictures that their nearest training pictures classify correctly. Features are the mean
-    of the encoder's tokens."""
+    """Return the nearest-neighbour accuracy on the test pictures. Features are the mean of the encoder's tokens."""
     from transformers import Dinov2Model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -622,8 +620,7 @@ def collect(outputs: Path) -> list[dict[str, Any]]:
 
 
 def csv_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all points as rows for results.csv. The baseline is the base row with the same seed, at the same time
-    within 5 %."""
+    """Return rows for results.csv. The baseline is the base row with the same seed, at the same time within 5 %."""
     found = []
     for row in rows:
         case = f"{row['name']} {row['flags']} {row['more']} seed {row['seed']}"
@@ -680,8 +677,7 @@ def prepare_teacher(args: argparse.Namespace, stored: Path) -> None:
 
 
 def prepare(args: argparse.Namespace, needs_teacher: bool) -> None:
-    """Read the pictures, train the classifier and the teacher, and measure the real pictures. Existing results are
-    reused."""
+    """Read the pictures, train classifier and teacher, and measure the real pictures. Existing results are reused."""
     args.outputs.mkdir(parents=True, exist_ok=True)
     stored, teacher = args.outputs / "real.json", args.outputs / TEACHER
     if stored.exists():

@@ -84,8 +84,7 @@ DECODERS = {"decord": by_decord, "av": by_av, "torchcodec": by_torchcodec}
 
 
 def serve(name: str, pipe: Connection) -> None:
-    """Answer each path with (processor seconds, hash of the pixels), or with an error message. Runs in a decoder's
-    process."""
+    """In a decoder's process, answer each path with (processor seconds, hash of the pixels) or an error message."""
     importlib.import_module("torchcodec.decoders" if name == "torchcodec" else name)
     indices = [START + i * INTERVAL for i in range(FRAMES)]
     while True:

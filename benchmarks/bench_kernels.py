@@ -100,7 +100,7 @@ class Inputs:
 
 
 def split_heads_calls(args) -> dict[str, Callable[[], object]]:
-    """Return split_heads's backward passes, with the bias's gradient. dq, dk, dv have the layout of attention
+    """Return split_heads's backward passes, with the bias's gradient. dq, dk, dv are laid out as by attention
     kernels."""
     shape = (args.batch, args.length, HEADS, args.width // HEADS)
     random = functools.partial(torch.randn, device="cuda", dtype=DTYPES[args.dtype])
@@ -218,8 +218,7 @@ def compare(args) -> None:
 
 
 def row_shapes(tiles: tuple[int, ...], shapes: tuple[tuple[int, int, int, bool], ...]) -> list[Launch]:
-    """Return launch shapes for all combinations of ``tiles`` per program and ``shapes`` (rows per tile, warps, stages,
-    hold)."""
+    """Return launch shapes for all ``tiles`` per program and all ``shapes`` (rows per tile, warps, stages, hold)."""
     return [Launch(r, t, w, s, h) for t in tiles for r, w, s, h in shapes]
 
 

@@ -165,8 +165,7 @@ def write_keys(path: Path, rows: int) -> None:
 
 
 def write_tars(folder: Path, rows: int, mixed: bool) -> None:
-    """Write empty tars and their indexes. The tars, and the records of pictures, are sparse files with the right
-    size."""
+    """Write empty tars and their indexes. Tars, and the records of pictures, are sparse files of the right size."""
     folder.mkdir()
     records = np.zeros(TAR_ROWS, ROW)
     records["medium_at"], records["medium_bytes"] = 512 + 1536 * np.arange(TAR_ROWS), 400

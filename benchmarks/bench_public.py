@@ -341,8 +341,7 @@ CALLS = {
 
 
 def products_of(config: Any, captions: int) -> tuple[Counter, Counter]:
-    """Return (counts of a forward pass's matrix products (rows, in, out), counts of its attentions (queries, keys,
-    heads, head size))."""
+    """Count a forward pass's matrix products (rows, in, out) and its attentions (queries, keys, heads, head size)."""
     spec, products, attentions = config.spec, Counter(), Counter()
     media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
     text = -(-captions // spec.text.multiple) * spec.text.multiple
@@ -705,8 +704,7 @@ class Measurement:
         self.differences("output", found)
 
     def differences(self, what: str, found: dict[str, tuple[float, float]], of: str = EAGER) -> None:
-        """Print and append differences from ``of``. The baseline is the difference between diffusers' two ways to
-        run."""
+        """Print and append differences from ``of``. The baseline is the difference between diffusers' two ways."""
         yard = COMPILED if of == EAGER else EAGER
         usual = found.get(yard)
         for name, pair in found.items():

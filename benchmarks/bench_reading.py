@@ -105,8 +105,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return every side's frames per processor second in each round, or an empty list for a side that can't take
-    part."""
+    """Return every side's frames per processor second in each round; an empty list if a side can't take part."""
     data = build_dataset(
         str(write_clips(case, folder)),
         case.image_size,

@@ -140,8 +140,7 @@ def reason(output: str) -> str:
 
 
 def figures(run: Path) -> Figures:
-    """Return the figures that a run has logged. Raises RuntimeError if steps were skipped, because they do less
-    work."""
+    """Return the figures that a run has logged. Raises RuntimeError if steps were skipped."""
     stored = json.loads((run / "config.json").read_text())
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     if lines[-1]["skipped"]:
@@ -173,8 +172,7 @@ def figures(run: Path) -> Figures:
 
 
 def rows_of(found: Figures, published: tuple[str, float] | None, estimated: float | None = None) -> list[dict]:
-    """Return rows for results.csv. estimated: GiB. A published figure is from another run and card, so its row has no
-    ratio."""
+    """Return rows for results.csv. estimated: GiB. The row with a published figure has no ratio."""
     values = {
         "tokens/s/GPU": f"{found.tokens:.0f}",
         "ms": f"{found.ms:.1f}",

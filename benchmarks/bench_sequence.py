@@ -168,8 +168,7 @@ class Layer:
         return cast(SequenceParallel, found)
 
     def error(self, name: str) -> float:
-        """Return the largest relative error, against one rank, in the output and in the gradients of x and the
-        weights."""
+        """Return the largest relative error in the output and the gradients of x and the weights, against one rank."""
         shards = self.strategy(name)(self.tokens)
         (output, dx, grads), (want, want_dx, want_grads) = self.step(shards), self.step(None)
         for grad in grads:

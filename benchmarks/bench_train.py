@@ -184,8 +184,8 @@ def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
 
 
 def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]:
-    """Return further ways to run a variant, as arguments of engine_step or with other kernels ("speed"). The first way
-    changes nothing."""
+    """Return further ways to run a variant: arguments of engine_step, or other kernels ("speed"). The first changes
+    nothing."""
     graphs: dict[tuple[str, ...], dict] = {(): {}}
     if args.graph and plugin == "zero2":
         graphs["graph",] = {"graph": True}

@@ -310,8 +310,7 @@ class MediaDataset(Dataset[Any]):
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return (medium, frames) of a row for display: up to three frames, (n, H, W) or (n, H, W, 3) uint8. May raise
-        any exception."""
+        """Return (medium, up to three frames) for display: (n, H, W) or (n, H, W, 3) uint8. May raise any exception."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 

@@ -71,8 +71,7 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """True if the suffix names a picture or animation format. If the suffix is unknown, the file's first bytes
-        decide."""
+        """True if the suffix names a picture or animation format. For an unknown suffix, the first bytes decide."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
@@ -438,8 +437,7 @@ def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list
 
 
 def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Return (paths of media, captions) below a folder. captions: path without suffix -> suffix -> path of caption
-    file."""
+    """Return (paths of media, captions) below a folder. captions: path without suffix -> suffix -> caption file."""
     media, beside = [], {}
     above = folders_above(str(root)) - {identity_of(str(root))}
     suffixes = CLIPS | picture_suffixes() | frozenset(BESIDE)
@@ -660,8 +658,7 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table of minimum, median and maximum. Durations, frame counts and rates are given for clips
-    only."""
+    """Return a text table of minimum, median and maximum. Durations, frame counts and rates are for clips only."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),

@@ -378,8 +378,7 @@ def _open_with(
 
 
 def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
-    """Return ``contents`` with the number and times of the frames before the first error. Without such frames, return
-    ``contents`` unchanged."""
+    """Return ``contents`` with the number and times of the frames before the first error, if there are any."""
     times: list[int | None] = []
     try:
         with open_container(name) as container:
@@ -399,8 +398,7 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Yield a file's absolute name for FFmpeg, in UTF-8. FFmpeg would take a relative name like "concat:a|b" for a
-    protocol."""
+    """Yield a file's absolute name for FFmpeg, in UTF-8. FFmpeg would take "concat:a|b" for a protocol."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
         yield path
@@ -440,8 +438,8 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes); the rest is
-    zero."""
+    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes); others are
+    0."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
             _write(file, parts, size)

@@ -404,7 +404,7 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """Return the cooker's result for the first readable sample. Raises ValueError if the first ``TRIED`` are
+        """Return the first readable sample's result. Raises ValueError if the first ``TRIED`` samples are
         unreadable."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
@@ -479,8 +479,7 @@ class CookedDataset(ShardDataset):
 
 
 def _problem(found: dict[str, Any], classes: int) -> str:
-    """Return the error in a cooker's result, or "" if the result is valid. classes: number of classes; 0 allows any
-    label."""
+    """Return the error in a cooker's result; "" if the result is valid. classes: number of classes; 0: any label."""
     image, video, caption, label = (found.get(name) for name in ("image", "video", "caption", "label"))
     if (image is None) == (video is None):
         return "no picture and no clip" if image is None else "a picture and a clip"

@@ -64,8 +64,7 @@ def _drawn(start: int, stop: int, files: int) -> np.ndarray:
 
 
 def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
-    """Return the rows of ``files``, ascending. files: ascending file numbers. counts: number of files in each
-    source."""
+    """Return the rows of ``files``, ascending. files: ascending file numbers. counts: each source's number of files."""
     ends = np.cumsum(counts)
     rows, parts = 0, []
     for (size, file_of), count, end in zip(sources, counts, ends.tolist(), strict=True):

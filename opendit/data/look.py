@@ -441,8 +441,7 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """Return ``count`` evenly spaced integers in [0, ``size``), ascending, with repeats if ``count`` exceeds
-    ``size``."""
+    """Return ``count`` evenly spaced integers in [0, ``size``), ascending, repeated if ``count`` > ``size``."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
     return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))
 

@@ -143,8 +143,7 @@ class RowsByKey:
 
 
 def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return keys that are not in ``values``, with repetitions. If there are more than ``FEW`` values, return all
-    keys."""
+    """Return keys that are not in ``values``, with repetitions. For more than ``FEW`` values, return all keys."""
     if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
@@ -303,8 +302,7 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """Number of micro-batches in a global batch, if each must have one shape on all ranks. Otherwise
-        None."""
+        """Number of micro-batches in a global batch, if each must have one shape on all ranks; else None."""
         return None
 
     @property
@@ -462,8 +460,8 @@ class BucketSchedule(BatchSchedule):
 
 
 def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: int) -> list[StepRows]:
-    """Join consecutive parts, ``micro_batches`` at a time, to steps. parts: each part's rows. samples: each part's
-    samples per unit."""
+    """Join every ``micro_batches`` consecutive parts to a step. parts: each part's rows. samples: its samples per
+    unit."""
     found = []
     for first in range(0, len(parts), micro_batches):
         rows: list[int] = []
@@ -477,8 +475,7 @@ def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: in
 
 
 def units_of_part(global_batch: int, micro_batches: int) -> int:
-    """Return the number of units in a micro-batch over all ranks. Raises ValueError if the micro-batches can't be
-    equal."""
+    """Return the number of units in a micro-batch over all ranks. Raises ValueError for unequal micro-batches."""
     if micro_batches < 1 or global_batch % micro_batches:
         raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
     return global_batch // micro_batches

@@ -331,8 +331,8 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return (start of the first window from ``step`` on, earlier positions not drawn before ``step``, (n,)
-        int64)."""
+        """Return (start of the first window from ``step`` on, earlier positions (n,) int64 not drawn before
+        ``step``)."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)

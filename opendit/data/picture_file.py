@@ -164,8 +164,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
 
 
 class PictureFile(io.BufferedReader):
-    """An open file that limits the time and size of reads. Decoders request as many bytes as a damaged header
-    claims."""
+    """An open file that limits the time and size of reads, because decoders request what a damaged header claims."""
 
     def __init__(self, path: str, time_limit: float, content: bytes | None = None):
         super().__init__(io.FileIO(path) if content is None else io.BytesIO(content))

@@ -153,8 +153,7 @@ class PicturesAndClips(MediaDataset):
         raise NotImplementedError
 
     def media_sizes(self) -> np.ndarray:
-        """Return (rows, 3) int32, the size of every row's medium, cached on the machine. Unreadable media have
-        zeros."""
+        """Return (rows, 3) int32, every row's media size, cached on the machine. Unreadable media have zeros."""
 
         def name() -> str:
             known = self.fingerprint()
@@ -333,8 +332,7 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
 
 
 def _try_some(count: int, most: int, read: Callable[[int], object]) -> tuple[int, dict[int, str]]:
-    """Call ``read`` for up to ``most`` evenly spaced rows. Return (number of tried rows, row -> BadSample's
-    message)."""
+    """Call ``read`` for up to ``most`` evenly spaced rows. Return (number of rows, row -> BadSample's message)."""
     picture_suffixes()  # register Pillow's formats now, because the threads below would race
     rows, bad = spread(count, most), {}
 

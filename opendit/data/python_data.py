@@ -101,8 +101,7 @@ class PythonDataset(PicturesAndClips):
         return f"data[{row}]"
 
     def _sample(self, row: int) -> tuple[Any, int, str | None]:
-        """Return (medium, class, caption). The medium is a PIL picture, or a tensor (T, H, W, 3) uint8. Raises
-        BadSample."""
+        """Return (PIL picture or tensor (T, H, W, 3) uint8, class, caption). Raises BadSample."""
         try:
             found = self.data[row]
             medium, condition = found[self.medium], found[self.condition]

@@ -78,8 +78,7 @@ class TextTable(Sequence[str]):
 
 
 class Complement:
-    """The numbers below ``size`` that are not in ``without``, indexed like an ascending array. without: ascending
-    integer array."""
+    """The numbers below ``size`` that are not in ``without`` (ascending integers), indexed like an ascending array."""
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without

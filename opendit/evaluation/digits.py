@@ -118,8 +118,7 @@ def picture_classifier() -> DigitClassifier:
 
 
 def picture_features(pixels: Tensor) -> dict[str, Tensor]:
-    """Return :class:`DigitClassifier`'s features of uint8 pictures (B, 3, H, W). The pictures are reduced to grey 8 x 8
-    pixels."""
+    """Return :class:`DigitClassifier`'s features of uint8 pictures (B, 3, H, W), reduced to grey 8 x 8 pixels."""
     grey = pixels.double().mean(dim=1, keepdim=True) / 127.5 - 1
     if grey.shape[2:] != (SIZE, SIZE):
         grey = F.interpolate(grey, (SIZE, SIZE), mode="bilinear", antialias=True)
@@ -143,8 +142,7 @@ class RealDigits:
 
 
 def real_pictures(split: str, count: int | None = None) -> RealDigits:
-    """Return a split's digits as uint8 pictures (8, 8, 3). If there are more than ``count``, choose ``count`` at random
-    with a fixed seed."""
+    """Return a split's digits as uint8 pictures (8, 8, 3). count: choose this many at random with a fixed seed."""
     images, labels = digits_split(split)
     if count is not None and count < len(images):
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]

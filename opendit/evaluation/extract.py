@@ -241,8 +241,7 @@ class _Store:
         return job, list(range(parts.count)) if missing is None else missing
 
     def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
-        """Compute the missing features from the pixels that ``fill(sink)`` delivers to the sink. Then read all
-        features."""
+        """Compute the missing features: ``fill(sink)`` delivers the pixels to the sink. Then read all features."""
         begun = time.monotonic()
         if self.missing:
             sink = Sink(CacheWriter(self.parts, self.missing), extractor)
@@ -276,8 +275,7 @@ class Sink:
             self._stream.wait_stream(torch.cuda.current_stream(extractor.device))
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        """Compute the features of the samples ``index`` (B,) from uint8 ``pixels``. The caller may then overwrite
-        ``pixels``."""
+        """Compute the features of the samples ``index`` (B,). The caller may then overwrite ``pixels`` (uint8)."""
         numbers = index.tolist()
         if not any(map(self._assembly.wants, numbers)):
             return

@@ -469,8 +469,7 @@ def _compares(flags: EvaluateConfig) -> bool:
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0, because only rank 0 has the reference's features. Return the result or raise the
-    ValueError on all ranks."""
+    """Call ``decide`` on rank 0, which has the reference's features. All ranks get the result or the ValueError."""
     value, problem = None, None
     if mesh.is_main:
         try:

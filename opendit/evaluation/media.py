@@ -182,8 +182,7 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
-    """Open a folder of pictures or, if there are none, of clips. Files of several samples from sample.py are
-    skipped."""
+    """Open a folder of pictures or, if there are none, of clips. Files with several samples are skipped."""
     drawn = _drawn(path)
     if drawn:
         files = drawn

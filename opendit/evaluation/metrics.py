@@ -53,8 +53,7 @@ class Moments:
         return cls(len(rows), mean, rows.T @ rows)
 
     def merged(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets of vectors (Chan, Golub and LeVeque 1979). This is precise even for a large
-        mean."""
+        """Return the moments of both sets (Chan, Golub and LeVeque 1979). This is precise even for a large mean."""
         total, difference = self.count + other.count, other.mean - self.mean
         between = torch.outer(difference, difference) * (self.count * other.count / total)
         mean = self.mean + difference * (other.count / total)
@@ -204,8 +203,8 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
 
 
 def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
-    """Return (N,) bool: True if a row of ``features`` (N, D) lies in a ball. others: the balls' centres (M, D). radii:
-    squared radii (M,)."""
+    """Return (N,) bool: True if a row of ``features`` (N, D) lies in a ball with centre ``others`` (M, D) and squared
+    radius ``radii`` (M,)."""
     return torch.cat([(squares <= radii).any(dim=1) for _, squares in _squared_distances(features, others)])
 
 

@@ -360,8 +360,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, name: str) -> Any:
-    """Load a folder's model in float32 as the class ``name`` of ``transformers``, frozen. Raises ValueError if that
-    fails."""
+    """Load a folder's model in float32 as ``transformers``' class ``name``, frozen. Raises ValueError."""
     with loading(f"{folder}, as {name},"):
         return transformers_model(folder, name, FOLDER_WEIGHTS).eval().requires_grad_(False)
 

@@ -127,8 +127,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Format an aligned table. Notes below the table include the rows that are not comparable with the metric's last
-    row."""
+    """Format an aligned table. Notes below name the rows that are not comparable with the metric's last row."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"
@@ -220,8 +219,7 @@ def read_results(path: Path) -> list[Measurement]:
 
 
 def sweep_table(rows: Sequence[Measurement]) -> str:
-    """Format a table for each metric, with a line per guidance scale and a column per number of steps. Each cell shows
-    the last value."""
+    """Format a table of the last values for each metric: a line per guidance scale, a column per number of steps."""
     parts = []
     for metric in dict.fromkeys(row.metric for row in rows):
         of_metric = [row for row in rows if row.metric == metric]

@@ -161,8 +161,7 @@ class TarIndex:
         return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
 
     def record(self, row: int) -> Record:
-        """Read one record, without a memory mapping, because that would take 64 KiB. Raises DataError for an invalid
-        record."""
+        """Read one record, not by a memory mapping, which would take 64 KiB. Raises DataError for an invalid record."""
         found = self._record(row)
         if not self._is_valid(found):
             raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")

@@ -335,8 +335,7 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Raise an error if ``told``, the answer's Content-Range, is not the requested range. whole: the file's size or
-    None."""
+    """Raise an error if ``told``, the answer's Content-Range, is not the requested range. whole: file size or None."""
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
         raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
@@ -345,8 +344,7 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return a file of at most ``most`` bytes from a web server. With ``start``, return exactly ``most`` bytes from
-    there."""
+    """Return a file of at most ``most`` bytes from a web server, or with ``start``, ``most`` bytes from there."""
     import aiohttp
 
     headers = {"Accept-Encoding": "identity"}  # a small compressed answer could unpack to any size
@@ -379,8 +377,7 @@ async def _get_http(system: Any, address: str, start: int | None, most: int, who
 
 
 class Remote:
-    """File system for addresses of one kind (https, s3, ...). A forked process opens new connections, as fsspec
-    requires."""
+    """File system for addresses of one kind (https, s3, ...). A forked process opens new connections."""
 
     def __init__(self, address: str):
         self.kind = address.partition("://")[0].lower()

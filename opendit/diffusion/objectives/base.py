@@ -54,8 +54,7 @@ class Objective(ABC):
 
     @abstractmethod
     def times_at(self, u: Tensor) -> Tensor:
-        """Map u (B,), float64 in (0, 1), monotonically to times (B,), so that close values of u have similar noise
-        levels."""
+        """Map u (B,), float64 in (0, 1), monotonically to times (B,). Close values of u have similar noise levels."""
 
     @abstractmethod
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:

@@ -172,8 +172,7 @@ class DDPM:
         return self._at("sqrt_recip_ac", t, xt) * xt - self._at("sqrt_recip_ac_m1", t, xt) * eps
 
     def velocity(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Return the velocity alpha noise - sigma x_0, the derivative of x_t by the angle arctan(sigma / alpha), [S]
-        appendix D."""
+        """Return alpha noise - sigma x_0, the derivative of x_t by the angle arctan(sigma / alpha), [S] appendix D."""
         return self._at("sqrt_ac", t, x0) * noise - self._at("sqrt_1m_ac", t, x0) * x0
 
     def eps_of_velocity(self, xt: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
@@ -233,8 +232,7 @@ class DDPMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EpsModel:
-    """Converts a velocity ``model`` to an eps model, float32 at least, by the full ``schedule``. A variance output
-    is unchanged."""
+    """Converts a velocity ``model`` to an eps model, float32 at least. A variance output is unchanged."""
 
     model: Model
     schedule: DDPM

@@ -52,8 +52,7 @@ def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
 
 
 def mode_times(u: Tensor, scale: float = 1.29) -> Tensor:
-    """Map uniform u to times by mode sampling ([E] eq. 20). The density peaks in the middle, and is above 0 at both
-    ends."""
+    """Map uniform u to times by mode sampling ([E] eq. 20). The density peaks in the middle."""
     return 1 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
 
 
@@ -61,8 +60,7 @@ TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "
 
 
 def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
-    """Shift times towards the noise, [E] eq. 23; a shift of 1 changes nothing. In [E], m pixels instead of n need the
-    shift sqrt(m / n)."""
+    """Shift times towards the noise, [E] eq. 23. For m pixels instead of n, [E] uses the shift sqrt(m / n)."""
     return shift * t / (1 + (shift - 1) * t)
 
 
