@@ -107,8 +107,7 @@ class Case:
 
     @classmethod
     def of(cls, length: int, head_dim: int, tokens: int = TOKENS) -> "Case":
-        """Build a case. If ``length`` > ``tokens``, it has a quarter of the heads, as if four ranks shared a
-        sequence."""
+        """Build a case. Above ``tokens``, it has a quarter of the heads, as if four ranks shared a sequence."""
         heads = HEADS.get(head_dim, 16)
         return cls(length, head_dim, heads // 4 if length > tokens else heads, max(1, tokens // length))
 

@@ -106,8 +106,8 @@ class Layer:
         return connect(self.group, self.mesh.device)[0]
 
     def step(self, name: str, shards: SequenceShards | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return (output, gradient of x, gradients of the weights) for this rank's tokens, or without shards for
-        all."""
+        """Return (output, gradient of x, gradients of the weights) for this rank's tokens. Without shards: for all
+        tokens."""
         for module in self.block.modules():
             if isinstance(module, Attention):
                 module.attend = self.attend

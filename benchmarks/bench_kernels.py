@@ -100,8 +100,7 @@ class Inputs:
 
 
 def split_heads_calls(args) -> dict[str, Callable[[], object]]:
-    """Return split_heads's backward passes, with the bias's gradient. dq, dk, dv are laid out as by attention
-    kernels."""
+    """Return split_heads's backward passes, with the bias's gradient. dq, dk, dv have attention's layout."""
     shape = (args.batch, args.length, HEADS, args.width // HEADS)
     random = functools.partial(torch.randn, device="cuda", dtype=DTYPES[args.dtype])
     grads = [random(shape).transpose(1, 2) for _ in range(3)]

@@ -69,8 +69,7 @@ class Bench:
         return self.args.seconds - (time.perf_counter() - self.start)
 
     def model(self, fp8: bool, sequence=None):
-        """Return a model with the fused kernels. sequence: how ranks share samples. Raises ValueError without
-        kernels."""
+        """Return a model with the fused kernels. sequence: how ranks share samples. Raises ValueError if none work."""
         usable, why = (float8_available if fp8 else kernels_available)(self.device, self.dtype)
         if not usable and self.device.type == "cuda":
             raise ValueError(why)

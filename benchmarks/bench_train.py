@@ -184,7 +184,7 @@ def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
 
 
 def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]:
-    """Return further ways to run a variant: arguments of engine_step, or other kernels ("speed"). The first changes
+    """Return further ways to run a variant: arguments of engine_step, or kernels ("speed"). The first changes
     nothing."""
     graphs: dict[tuple[str, ...], dict] = {(): {}}
     if args.graph and plugin == "zero2":

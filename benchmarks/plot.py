@@ -174,7 +174,7 @@ def kernels(rows: list[Row]) -> Figure:
 
 
 def approximation_errors(rows: list[Row]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return {model and sampler: {setting: (saved factor of block evaluations, relative error of latents)}}."""
+    """Return {model and sampler: {setting: (exact block evaluations / its own, relative error of latents)}}."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         if row["bench"] == "approximations":

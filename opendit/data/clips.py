@@ -438,7 +438,7 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes); others are
+    """Yield a temporary file's path, in memory if possible. parts: (offset, bytes); all other bytes up to ``size`` are
     0."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:

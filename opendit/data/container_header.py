@@ -221,7 +221,7 @@ def _clean_aperture(codecs: bytes) -> "Crop | None":
 
 
 def named_boxes(data: bytes, at: int = 0) -> dict[bytes, bytes]:
-    """Return {kind: contents} of the boxes in data[at:], with a kind's first box. Raises as :func:`list_boxes`."""
+    """Return {kind: contents} of the boxes in data[at:], only the first of each kind. Raises as :func:`list_boxes`."""
     found: dict[bytes, bytes] = {}
     for kind, begin, end in list_boxes(data, at):
         found.setdefault(kind, data[begin:end])

@@ -404,8 +404,7 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """Return the first readable sample's result. Raises ValueError if the first ``TRIED`` samples are
-        unreadable."""
+        """Return the first readable sample's result. Raises ValueError if ``TRIED`` samples are unreadable."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
             try:

@@ -422,8 +422,7 @@ class Verification:
         return Verification(self.folder, dict(sorted(self.files.items())[number::shares]), self.flag)
 
     def check(self) -> None:
-        """Start the thread at the first call. Later, raise DataError if the thread has found a bad file. Never
-        waits."""
+        """Start the thread at the first call. Later, raise DataError for a bad file that it has found. Never waits."""
         if self._thread is None and self.files:
             self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
             self._thread.start()

@@ -560,8 +560,8 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch. Raises DataError for too many unreadable or damaged files, or a dead or hanging
-        worker."""
+        """Return the next batch. Raises DataError if too many files fail, a file is damaged, or a worker died or
+        hangs."""
         batch = next(self._batches)
         if self.verification is not None:
             self.verification.check()  # starts a thread, so this must follow the forking of workers

@@ -265,8 +265,8 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least 1. Captions count as longest
-        ones."""
+        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least 1. Captions count as the
+        longest."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.first:
             numbers += numbers // 2

@@ -460,8 +460,7 @@ class BucketSchedule(BatchSchedule):
 
 
 def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: int) -> list[StepRows]:
-    """Join every ``micro_batches`` consecutive parts to a step. parts: each part's rows. samples: its samples per
-    unit."""
+    """Join every ``micro_batches`` parts to a step. parts: each part's rows. samples: each part's samples per unit."""
     found = []
     for first in range(0, len(parts), micro_batches):
         rows: list[int] = []

@@ -331,8 +331,7 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return (start of the first window from ``step`` on, earlier positions (n,) int64 not drawn before
-        ``step``)."""
+        """Return (start of the first window from ``step`` on, earlier positions not drawn yet, (n,) int64)."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)

@@ -142,7 +142,7 @@ class RealDigits:
 
 
 def real_pictures(split: str, count: int | None = None) -> RealDigits:
-    """Return a split's digits as uint8 pictures (8, 8, 3). count: choose this many at random with a fixed seed."""
+    """Return a split's digits as uint8 pictures (8, 8, 3). count: choose at most this many, at random."""
     images, labels = digits_split(split)
     if count is not None and count < len(images):
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]

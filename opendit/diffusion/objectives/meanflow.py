@@ -147,7 +147,7 @@ class MeanFlowObjective(Objective):
         return prepared._replace(context=MeanFlowContext(target, interval))
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return each sample's squared error of ``output`` (B, C, ...). The gradient is divided by error **
+        """Return each sample's squared error of ``output`` (B, C, ...), with the gradient divided by error **
         ``power``."""
         target, _ = prepared.context
         if output.shape != target.shape:
