@@ -175,8 +175,8 @@ def preview_labels(num_classes: int, count: int) -> Tensor:
 
 
 def class_number(name: str, names: Sequence[str]) -> int:
-    """Return the number of the class with this name, ignoring case. A class name may be a list of names with commas.
-    Raises ValueError, with the name first, if no class or more than one class matches."""
+    """Return the number of the class with this name, ignoring case. A class may have several names, separated by
+    commas. Raises ValueError, with the name first, unless exactly one class matches."""
     wanted = name.strip().casefold()
     found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]
     found = found or [n for n, each in enumerate(names) if wanted in map(str.strip, each.casefold().split(","))]

@@ -15,8 +15,8 @@ PORTABLE_AND_MAPPED = 3
 
 
 class HostMemory:
-    """fp32 ``numbers`` (numel,) in host memory, initially zero. If ``device`` is a GPU, ``pages`` is page-locked. The
-    memory is freed with the last tensor that uses it."""
+    """fp32 tensor ``numbers`` (numel,) of zeros in host memory, page-locked if ``device`` is a GPU. The memory is freed
+    with the last tensor that uses it."""
 
     def __init__(self, numel: int, device: torch.device):
         # Not pin_memory=True, because torch's pinned allocator rounds up to powers of two: 10.8 GB would take 16 GiB.

@@ -96,7 +96,7 @@ class SampleCache:
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """Return how many samples in a file of the cache have pixels. Such samples come first."""
+        """Return the number of samples with pixels in a part. They are the part's first samples."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 

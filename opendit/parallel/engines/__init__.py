@@ -324,8 +324,8 @@ class Engine(ABC):
         return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
 
     def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
-        """Return the layout of the parameters ``shapes``. ``cut(shape)`` returns how ranks divide a slice of this
-        shape further."""
+        """Return the layout of the parameters ``shapes``. ``cut(shape)`` returns the cut of a slice with this
+        shape."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
         return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
 

@@ -1,4 +1,4 @@
-"""Engine of --plugin ddp: full weights on every rank, and torch's DDP, except in a pipeline."""
+"""Engine of --plugin ddp: full weights on every rank. torch's DDP averages gradients, or in a pipeline the engine."""
 
 import contextlib
 import math

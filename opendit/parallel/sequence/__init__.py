@@ -236,8 +236,8 @@ class SharedStreams:
         return self.parts[number].gather(x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
-        """Return the attention output for q, k, v (B, H, n, d). They have this rank's tokens, or without ``exchange``
-        all tokens."""
+        """Return the attention output for q, k, v (B, H, n, d) of this rank's tokens, or without ``exchange`` of all
+        tokens."""
         order = self._order(q.device)
 
         def in_order(samples: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ class _Pending:
 @functools.lru_cache(maxsize=32)  # the arguments never change if samples are not split over ranks
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
     """Return (indices, rows) for a stack (experts, rows) of received tokens. indices: each token's place in the
-    flattened stack; tokens arrive sorted by rank, then by expert. rows: the largest number of tokens of one expert."""
+    flattened stack; tokens arrive sorted by rank, then by expert. rows: the largest token count of an expert."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:

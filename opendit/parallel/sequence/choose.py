@@ -86,8 +86,8 @@ class _Costs:
         return self.attention_flop * (1 / self.hardware.attention + 2.5 / self.hardware.attention_backward)
 
     def exposed(self, transfer: float, work: float) -> float:
-        """Return how long a transfer is visible if it overlaps with ``work`` seconds of computation. It is never hidden
-        completely, because both share one card."""
+        """Return how many seconds of a transfer are visible during ``work`` seconds of computation. Computation never
+        hides a transfer completely, because both share one card."""
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
@@ -125,8 +125,8 @@ class _Costs:
 
     def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:
         """Return the seconds of Ulysses with collectives: visible all-to-alls among ``ranks`` ranks, forward and
-        backward. One group's transfers are fully visible. Attention hides the other groups' transfers, partly or, with
-        copy engines, completely."""
+        backward. One group's transfers are fully visible. Attention partly hides all other transfers. With copy engines,
+        attention can hide all of these."""
         m, P = self.hardware, ranks or self.ranks
         number, of_heads = split_groups(groups, self.shape.samples, self.shape.heads // P)
         exchanged = 2 * 4 * self.whole * P / self.ranks * (P - 1) / P**2

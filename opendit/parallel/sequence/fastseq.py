@@ -239,8 +239,8 @@ class _Layer(Layer):
             yield peer, buffer[rank][:, self.tokens_of(peer)]
 
     def gradient_for(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
-        """Return the slot (B, tokens of ``owner``, D) in rank ``adder``'s gradient buffer, for its term of ``owner``'s
-        input gradient."""
+        """Return a slot (B, tokens of ``owner``, D) in rank ``adder``'s gradient buffer. The slot is for ``adder``'s
+        term of ``owner``'s input gradient."""
         slots = self.memory.rows(Buffer.GRADIENT, (self.memory.group.size, *self.shape), dtype)
         return slots.of[adder][owner][:, : self.real(owner)]
 
@@ -308,7 +308,7 @@ class _OwnProjection(torch.autograd.Function):
             out = layer.gradient_for(peer, group.rank, dqkv.dtype)
             _input_gradient(products, made[:, layer.tokens_of(peer)], columns, out)
         there = memory.ready_beside(Buffer.GRADIENT)
-        if ctx.needs_input_grad[2]:  # computed here, because this rank may have to wait for others anyway
+        if ctx.needs_input_grad[2]:  # computed here, while this rank may have to wait for others
             dbias = whole_rows(cast(Tensor, own_dbias), group)
         if ctx.needs_input_grad[1]:
             dweight = zeros_but_own(own_weight[0], weight, group)

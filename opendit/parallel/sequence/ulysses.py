@@ -49,8 +49,8 @@ from opendit.parallel.sequence.products import (
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[int]) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries: (B, H, n, d).
 
-    q, k, v have this rank's tokens without padding. k and v may have fewer heads, shared by neighbouring query heads;
-    only these heads are sent. lengths: every rank's n. The first is the largest, and n may be 0.
+    q, k, v have this rank's tokens without padding. k and v may have fewer heads than q (grouped-query attention).
+    lengths: every rank's n. The first rank's n must be the largest; n may be 0.
     """
     return _RingAttention.apply(q, k, v, ring, lengths)
 

@@ -250,7 +250,7 @@ class Drawing:
         stage: "waiting", "loading" or "drawing".
         progress: fraction of the sampling steps that are done, from 0 to 1.
         notes: remarks about the weights; empty until the weights are loaded.
-        batch, stored: the stored samples' batch token, and the samples, see :meth:`SampleStore.add`.
+        batch, stored: batch token and stored samples, see :meth:`SampleStore.add`.
     """
 
     request: DrawingRequest

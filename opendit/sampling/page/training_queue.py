@@ -48,7 +48,7 @@ class Job(JsonObject):
 
     Attributes:
         state: "waiting", "started" or "dropped" (from the queue).
-        pid, started, boot: process ID, start time in ticks since boot, and boot. They identify a process.
+        pid, started, boot: identify the process: process ID, start time in ticks since boot, and boot ID.
         began: clock time of the last start.
         gpu: the GPU that the process uses; None for the CPU.
         stopped: True if the user has stopped the run.
