@@ -28,8 +28,8 @@ BYTES = ("bytes", 128, 64)  # kind, default width, default number of tokens
 # Limits the bytes encoder's default number of tokens, because attention's memory grows quadratically.
 MOST_BYTES = 512
 MOST_TEXT_TOKENS = 16_384  # maximum of --max_text_tokens
-# Short name -> (repository on the hub, commit, geometry). Flan-T5 is used instead of T5, because its
-# repository has safetensors. For CLIP, only this commit has safetensors.
+# Short name -> (repository on the hub, commit, geometry). Flan-T5 is used instead of T5, because its repository has
+# safetensors. For CLIP, only this commit has safetensors.
 HUB = {
     "clip": ("openai/clip-vit-base-patch32", "c237dc49a33fc61debc9276459120b7eac67e7ef", ("clip", 512, 77)),
     "t5": ("google/flan-t5-large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", ("t5", 1024, 120)),

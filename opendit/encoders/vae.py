@@ -94,8 +94,8 @@ class Tiles:
 
 
 def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device) -> Tensor:
-    """Return a tile's weights (length,) along one side. From an inner border, they rise to 1 over ``overlap`` values.
-    At the frame's border, they are 1."""
+    """Return a tile's weights (length,) along one side. Weights rise to 1 over ``overlap`` values from an inner border.
+    At the frame's border, weights are 1."""
     places = torch.arange(length, device=device) + 0.5
     up = (places / overlap).clamp(max=1) if start > 0 else torch.ones_like(places)
     down = ((length - places) / overlap).clamp(max=1) if start + length < side else torch.ones_like(places)

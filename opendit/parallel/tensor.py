@@ -395,7 +395,7 @@ class ReplicatedGradients:
         divided: names of the parameters that ``tp`` divides. All other parameters are replicated over ``tp``.
         on_every_stage: names of the parameters that are replicated over ``pp``.
 
-    ``counted`` is True for the gradients that this rank adds to the norm. None is counted twice.
+    ``counted`` is True for the gradients that this rank adds to the norm. No gradient is counted twice.
     """
 
     def __init__(

@@ -246,8 +246,8 @@ class Pipeline:
             negative: a caption to guide away from, instead of the empty caption.
             guidance_every: an approximation: evaluate guidance's unconditional half only in every N-th step.
             guidance_by: the prediction to guide away from. "null": with the null class or caption. "route": like
-                "null", but without the blocks of the fused route. "FIRST:LAST:SHARE": with the sample's class or caption, but
-                a share of the tokens skips these blocks.
+                "null", but without the blocks of the fused route. "FIRST:LAST:SHARE": with the sample's class or
+                caption, but a share of the tokens skips these blocks.
             cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]";
                 see docs/sampling.md.
             guided_channels: guide only these first channels of the latents; None for all (Meta's published results use

@@ -418,7 +418,7 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: approximate_steps.Mode, recorder: Recorder | None) -> None:
-        """Run step i in this mode: by a CUDA graph, or without a recorder and at a kind's first step by kernels."""
+        """Run step i in this mode. Use a CUDA graph, except without a recorder or at a kind's first step."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None

@@ -125,8 +125,8 @@ class _Costs:
 
     def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:
         """Return the seconds of Ulysses with collectives: visible all-to-alls among ``ranks`` ranks, forward and
-        backward. One group's transfers are fully visible. Attention partly hides all other transfers. With copy engines,
-        attention can hide all of these."""
+        backward. One group's transfers are fully visible. Attention partly hides all other transfers, or with copy
+        engines completely."""
         m, P = self.hardware, ranks or self.ranks
         number, of_heads = split_groups(groups, self.shape.samples, self.shape.heads // P)
         exchanged = 2 * 4 * self.whole * P / self.ranks * (P - 1) / P**2
