@@ -32,8 +32,8 @@ DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 
 def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
-    """Return the cost of samples with these lengths, float64, in tokens of a model without attention. attention: length
-    at which attention takes as long as the linear layers, such as 6 x the width of a DiT."""
+    """Return each sample's cost, float64, if the linear layers cost 1 per token. attention: length at which attention
+    costs as much as the linear layers, such as 6 x a DiT's width."""
     return lengths * (1 + lengths / attention)
 
 

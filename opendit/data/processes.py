@@ -36,8 +36,8 @@ def leave_inherited_garbage() -> None:
 
 def end_with_parent() -> None:
     """Make this process end with the parent, even if the parent is killed. The parent must start this process from its
-    main thread, because the Linux kernel watches only the starting thread. A thread covers processes from Python's fork
-    server."""
+    main thread, because the Linux kernel watches only the starting thread. In processes from Python's fork server, a
+    thread watches the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:

@@ -84,7 +84,7 @@ class Trajectory(ABC):
 
 
 def for_each_sample(values: Sequence[float], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Repeat each value for every sample of x (B, ...), to (len(values), B) on x's device, with contiguous rows."""
+    """Return (len(values), B) on x's device. Row i, contiguous, repeats values[i] for all samples of x (B, ...)."""
     return torch.tensor(values, dtype=torch.float64).to(x.device, dtype)[:, None].repeat(1, len(x))
 
 
@@ -152,8 +152,8 @@ class Sampler(ABC):
 
     ``step`` calls ``advance(model, state, inputs)``. ``inputs`` are noise and rows of precomputed tables. With a
     guidance interval, steps may have different models (``model_at``). ``advance`` never reads a tensor on the host, so
-    a CUDA graph can record it. One graph serves all steps with the same model and the same inputs set to None. The
-    caller must disable gradients.
+    a CUDA graph can record it. One graph serves all steps that have the same model and lack the same inputs. The caller
+    must disable gradients.
 
     ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``."""
 

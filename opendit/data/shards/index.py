@@ -354,8 +354,8 @@ def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the members with a sample's picture or clip, caption and label. Among several names, the first one that
-    a sample has is used."""
+    """Names of the members with a sample's picture or clip, caption and label. Each field lists alternatives. The first
+    one that a sample has is used."""
 
     # extensions of the picture or clip; None accepts all known ones
     medium: tuple[str, ...] | None = None
