@@ -217,8 +217,7 @@ class Runs:
         return self.start + self.length
 
     def select(self, start: np.ndarray, length: np.ndarray) -> "Runs":
-        """Return the runs of some ranges of the shard. start, length: first indices and lengths of the ranges in the
-        shard."""
+        """Return the runs of some ranges in the shard. start, length: the ranges' first indices and lengths."""
         edges = np.append(self.offset, self.length.sum())
         first = np.searchsorted(edges, start, "right") - 1
         number = np.searchsorted(edges, start + length, "left") - first
@@ -250,8 +249,8 @@ def runs_of(shape: Sequence[int], slices: Slices) -> Runs:
 
 
 def overlap(target: Runs, source: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find the common elements of two shards. Return three arrays: offsets in ``target``, offsets in ``source``, and
-    lengths of the common runs. ``source`` must not contain an element twice."""
+    """Find the common runs of two shards. Return their (offsets in ``target``, offsets in ``source``, lengths).
+    ``source`` must not contain an element twice."""
     order = np.argsort(source.start, kind="stable")
     start, stop, offset = source.start[order], source.stop[order], source.offset[order]
     first = np.searchsorted(stop, target.start, "right")

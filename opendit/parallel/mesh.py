@@ -437,7 +437,7 @@ class ControlGroup:
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks that draw the same samples. All ranks get all latents, and each rank decodes some of them."""
+    """A group of ranks that draw samples together. All ranks get all latents, and each rank decodes some of them."""
 
     number: int  # index of this replica
     count: int  # number of replicas

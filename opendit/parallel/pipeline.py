@@ -100,8 +100,8 @@ def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Itera
 
 
 def one_by_one(chunks: int, ranks: int, micro_batches: int, backward: bool = True) -> list[Action]:
-    """List all forward passes, then all backward passes if ``backward``. The list is the same on all ranks, and works
-    with any number of micro-batches."""
+    """List all forward passes, then all backward passes if ``backward``. The list is equal on all ranks, and works with
+    any number of micro-batches."""
     directions = (True, False) if backward else (True,)
     return [action for forward in directions for action in _passes(forward, chunks, ranks, micro_batches)]
 

@@ -363,8 +363,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 def weighted_sum(words: Tensor) -> int:
     """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64.
 
-    All slices of words use the same factors: a slice's start s is even, so (s + i + 1) * ODD | 1 equals s * ODD +
-    ((i + 1) * ODD | 1)."""
+    The factors are computed for one slice of words. For a slice with an even start s, they are larger by s * ODD."""
     size, device = WORDS_AT_ONCE[words.device.type], words.device
     factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
     products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)

@@ -45,7 +45,7 @@ from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
 from opendit.parallel.sequence.ulysses import Collect, Depart, Layer, unread
 
 FRAMES, PLACES = 0, 1  # axes of the grid
-PARTS = 2  # number of parts of an exchange; attention of one part overlaps with the next part's exchange
+PARTS = 2  # number of parts of an exchange; one part's attention overlaps with the next part's exchange
 Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 
