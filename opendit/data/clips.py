@@ -250,7 +250,7 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
 def _within(name: str, seconds: float, work: Callable[[threading.Event], Result]) -> Result:
     """Return ``work(stop)``, computed in a separate thread, because decoders and stalled disks hang inside C code.
 
-    After ``seconds`` seconds, sets ``stop``, so that ``work`` should return, and raises BadSample. A hanging thread
+    After ``seconds`` seconds, sets ``stop`` to end ``work``, and raises BadSample. A hanging thread
     remains until the process ends. Also raises BadSample if the file ``name`` took too long before."""
     if (limit := _hung.get(name)) is not None:  # repeat the message, so that it is logged only once
         raise BadSample(name, f"not read within {limit[0]:g} seconds; not tried again")

@@ -82,8 +82,7 @@ def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], co
 class SomeRows(MediaDataset):
     """Some rows of another data set, renumbered from 0.
 
-    rows: the chosen rows of ``whole``, ascending. part: the subset's name in the log. Raises ValueError if ``rows`` is
-    empty."""
+    rows: the chosen rows of ``whole``, ascending. part: the subset's name in the log. Raises ValueError for no rows."""
 
     def __init__(self, whole: MediaDataset, rows: np.ndarray | Complement, part: str):
         if len(rows) == 0:

@@ -662,8 +662,7 @@ def read_batches(
 ) -> BatchIterator:
     """Return an iterator over the samples with these keys, in batches, without augmentation. Pixels stay uint8.
 
-    All samples in a batch must have one step and one shape. how: num_workers, patience, who, on_hang of
-    ``ReadAhead``."""
+    All samples in a batch must have one step and one shape. how: arguments of ``ReadAhead``."""
     asked = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
     read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), asked, pin_memory=False, **how)
     return BatchIterator(read, BadFileCounter(max_bad, on_skip), as_bytes=True)

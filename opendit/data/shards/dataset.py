@@ -109,7 +109,7 @@ class IndexedTar:
 
 class ShardDataset(PicturesAndClips):
     """Data set of indexed tars, with samples in the order of the tars. The conditioning is by captions or classes.
-    Samples without both have a single class.
+    Samples with neither have a single class.
 
     options: see ``PicturesAndClips``, also for the samples' format. random_flip: None mirrors samples with classes
     only, because captions may mention left and right. Raises ValueError, naming the flag and the fix, if the tars can't
