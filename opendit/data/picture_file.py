@@ -61,7 +61,7 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 
     The picture is halved by a box filter while both sides stay at least ``size``. Then it is resized bicubically until
     the shorter side is ``size``, and cropped. The pixels equal ``center_crop_arr`` in guided-diffusion (Dhariwal and
-    Nichol). The reference statistics for published FID numbers use it.
+    Nichol). Published FID numbers are based on this crop.
 
     A picture with a ratio of sides above ``LONGEST`` is cropped before enlarging, to save memory. Its pixels differ
     from ADM's by at most one level of 255. place: see :func:`start_of_crop`."""
