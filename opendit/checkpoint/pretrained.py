@@ -25,7 +25,7 @@ from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.encoders.folder import CONFIG, PIPELINE_INDEX
 from opendit.encoders.text import MOST_TEXT_TOKENS
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.finetuning import Adaptation, adapt, block_differences, check_lora
+from opendit.models.finetuning import Adaptation, adapt, block_differences, check_lora, same_network
 from opendit.models.initialization import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.models.zoo import Weights, empty_model
@@ -438,7 +438,8 @@ def _with_lora(
                     f"--lora {each.path}: was trained on {shown(each.info['model'])}, {base.path} is another model "
                     f"({', '.join(differs)}); take its own one"
                 )
-            tensor_set.check_size(each.config, base.shapes | each.shapes, each.path)
+            same = same_network(found, each.config)
+            tensor_set.check_size(each.config if same else found, base.shapes | each.shapes, each.path)
             check_lora(each)
             more, trained = of_run(each, weight)
             if trained and full:
@@ -446,7 +447,7 @@ def _with_lora(
                     f"--lora {each.path}: it and {first.path} trained whole layers ({min(trained)}), and a model has "
                     "one of them; leave one out"
                 )
-            if first is base or trained:
+            if same and (first is base or trained):
                 first = each
             full |= trained
         elif each.info:

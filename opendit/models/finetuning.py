@@ -204,6 +204,15 @@ class Adaptation:
         return lines
 
 
+def same_network(first: DiTConfig, second: DiTConfig, but_guidance: bool = False) -> bool:
+    """Return True unless two configurations of public models describe different networks. but_guidance: ignore the
+    embedding of the guidance scale, which FLUX.1-dev has and FLUX.1-schnell lacks."""
+    specs = [getattr(config, "spec", None) for config in (first, second)]  # None except for public models
+    if but_guidance:
+        specs = [spec and replace(spec, guidance=False) for spec in specs]
+    return specs[0] == specs[1]
+
+
 def block_differences(found: DiTConfig, wanted: DiTConfig) -> list[str]:
     """Return the differences between two models' blocks, as text. If ``found`` is a DiT and ``wanted`` a vDiT (DiT for
     clips), the different kind does not count."""
@@ -213,8 +222,7 @@ def block_differences(found: DiTConfig, wanted: DiTConfig) -> list[str]:
         for name in dict.fromkeys([*ours, *theirs])
         if name not in AROUND_THE_BLOCKS and ours.get(name) != theirs.get(name)
     ]
-    specs = [getattr(config, "spec", None) for config in (found, wanted)]  # None except for public models
-    if specs[0] != specs[1] and not differs:
+    if not same_network(found, wanted, but_guidance=True) and not differs:
         differs.append("its config.json describes them otherwise")
     kinds = (found.kind, wanted.kind)
     if found.kind != wanted.kind and kinds != (DiTConfig.kind, VDiTConfig.kind):

@@ -11,6 +11,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from diffusers.loaders import lora_conversion_utils, lora_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -489,6 +490,25 @@ def test_a_run_of_another_model_is_refused_by_its_name(oracles, tmp_path):
         ValueError, match="was trained on 'z_image/z_image', .*flux is another model .*family flux there"
     ):
         load_pretrained(oracles["flux"][1], lora=[(run, 1.0)])
+
+
+def test_a_run_on_a_model_with_guidance_is_added_to_one_without(oracles, tmp_path):
+    """FLUX.1-schnell takes LoRAs of FLUX.1-dev, and stays itself."""
+    oracle, folder = oracles["flux"]
+    values = json.loads((folder / "transformer/config.json").read_text())
+    theirs = FluxTransformer2DModel.from_config(values | {"guidance_embeds": not values["guidance_embeds"]})
+    missing, _ = theirs.load_state_dict(oracle.module.state_dict(), strict=False)
+    assert all("guidance_embedder" in name for name in missing)
+    theirs.save_pretrained(tmp_path / "other/transformer")
+    run = public_run(oracle, folder, tmp_path / "run.safetensors", max_tokens=77)
+    model, weights = load_pretrained(tmp_path / "other", lora=[(run, 1.0)])
+    whole, _ = load_pretrained(folder, lora=[(run, 1.0)])
+    assert weights.path == load_pretrained(tmp_path / "other")[1].path
+    assert model.config.spec.guidance == (not whole.config.spec.guidance)
+    wanted, found = whole.state_dict(), model.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in found.keys() & wanted.keys() if "blocks" in name)
+    plain = load_pretrained(folder)[0].state_dict()
+    assert sum(not torch.equal(found[name], plain[name]) for name in plain if "attn" in name) > 3
 
 
 def test_a_lora_of_a_text_encoder_is_named_and_left_out(oracles, tmp_path):
