@@ -134,7 +134,7 @@ class View(NamedTuple):
     # (frames, height, width) in pixels; None means ``sample_shape``. Cached latents and ``digits`` ignore it.
     shape: Size | None = None
     as_bytes: bool = False  # return stored uint8 pixels as uint8, see ``to_pixels``
-    enlarge: bool = True  # False leaves small clips to ``clips.enlarge``; requires ``as_bytes``
+    enlarge: bool = True  # False, only with as_bytes: return small clips as they are, for ``clips.enlarge``
 
 
 PLAIN = View()

@@ -30,7 +30,7 @@ _MOST_NITS, _HLG_NITS, _HLG_GAMMA = 10_000.0, 1000.0, 1.2
 _CHUNK = 1 << 16  # pixels to convert at once; fits in the processor's cache
 
 _D65, _DCI = (0.3127, 0.3290), (0.314, 0.351)
-# Number of the primaries -> (x, y) of red, green, blue and white.
+# Code of the primaries in a clip's metadata -> (x, y) of red, green, blue and white.
 _PRIMARIES = {
     1: ((0.640, 0.330), (0.300, 0.600), (0.150, 0.060), _D65),
     9: ((0.708, 0.292), (0.170, 0.797), (0.131, 0.046), _D65),

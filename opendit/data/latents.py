@@ -370,7 +370,7 @@ def _open_address(asked: Request) -> ShardDataset:
 
 
 def _open_remote_latents(asked: Request, remote: Remote, cache: FileCache) -> LatentDataset | None:
-    """Open cached latents in tars behind an address. Return None if the folder has no index.json."""
+    """Open cached latents on a web server or in a bucket. Return None if the folder has no index.json."""
     folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
     if indexes is None:
         return None

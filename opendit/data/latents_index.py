@@ -82,8 +82,8 @@ class ShardEntry(JsonObject):
     file: FileName
     count: Count
     bytes: Count
-    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0  # key of the samples, see ``Shapes.keys``
-    latent_shape: LatentShape = absent()  # only with --bucket_tokens; absent: same as the index
+    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0  # see ``Shapes.keys``; all samples have this key
+    latent_shape: LatentShape = absent()  # only with --bucket_tokens; otherwise the index's shape applies
     sha256: Sha256 = ""
 
 

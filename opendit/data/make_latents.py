@@ -365,7 +365,8 @@ class _Encoding:
     def index(
         self, settings: dict[str, Any], entries: list[dict[str, Any]], skipped: list[str], counted: CaptionCount | None
     ) -> dict[str, Any]:
-        """Return the index for ``entries``, see ``LatentsOfOneSize``. counted: see :func:`make_latents`."""
+        """Return the content of index.json for pictures of one size. entries: one entry for each tar. counted: see
+        :func:`make_latents`."""
         index = {
             "count": sum(entry["count"] for entry in entries),
             "class_names": list(self.dataset.describe().class_names),

@@ -388,8 +388,8 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """Return a line for each combination of model, seed and the texts from ``others``. value: returns x; None skips a
-    row. For equal x, the last row is used."""
+    """Return one line of a plot for each combination of model, seed and the texts from ``others``. ``value`` maps a row
+    to its x, or to None to leave the row out. Of rows with equal x, the last one is used."""
     found: dict[tuple[str, ...], dict[float, Measurement]] = {}
     for row in rows:
         if (x := value(row)) is not None:

@@ -185,9 +185,9 @@ def _pack_heads(
 
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # names of the switches
 
-# For each operation, the last row with all its switches on is used. ``keeps`` names the activations saved for the
-# backward pass: arguments, "u" (a projection's product), or "h" (the new residual stream). An operation with a gate
-# saves u only if the gate has a gradient. With LoRA, gates have no gradients.
+# A row can be used if the run turns all of its switches on. If an operation has several such rows, the last one is
+# used. ``keeps`` names the activations that are saved for the backward pass: arguments, "u" (a projection's product) or
+# "h" (the new residual stream). An operation with a gate saves u only if the gate has a gradient, so not with LoRA.
 KERNELS = (
     Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
     Kernel("layernorm_modulate", _layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),

@@ -132,7 +132,7 @@ def _of_one_layout(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, 
     first = dq.stride()
     if first[-1] == 1 and first == dk.stride() == dv.stride():
         return dq, dk, dv
-    # After a rotation dq and dk have tokens before heads in memory, so this copies at most dv. A batch of one needs no
+    # Copy only tensors that don't have tokens before heads in memory. A rotation's dq and dk have them, and so need no
     # copy.
     dq, dk, dv = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dq, dk, dv))
     return dq, dk, dv

@@ -119,7 +119,8 @@ class FanInUniform(Uniform):
 
 # Every drawn range begins and ends at a multiple of GRID. Otherwise an element's rounding could depend on the range.
 GRID = 1 << 12
-# Number of elements that a thread draws at a time. This takes 3 ms, with Python's global lock for about 30 us.
+# Number of elements that a thread draws in one call of torch. A call takes 3 ms. It holds Python's global lock for only
+# 30 us, so that threads draw in parallel.
 CHUNK = 1 << 20
 MAX_THREADS = 16
 BLOCK = 4  # 64-bit words per value of the Philox counter

@@ -237,7 +237,8 @@ def divide(
 
 
 def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
-    """Reduce a norm over all heads to this rank's heads, in place. The norm sums squares over the ranks."""
+    """Keep only the weights for this rank's heads in an RMSNorm over all heads, in place. Its sum of squares is then
+    summed over the ranks."""
     divided: Any = norm
     divided.divided = {"weight": divided_by(rule, norm.weight.shape, group.size)}
     norm.features, norm.sum_of_ranks = len(norm.weight), functools.partial(sum_over_ranks, group=group)

@@ -200,7 +200,7 @@ class PreparedModel:
         modulations = GatheredModulations(self.table, table_rows, self._widths)
         return self.model.predict(x, modulations, self._context(rows), self.positions, self.stack)
 
-    # Any: the stack takes GatheredContexts instead of a list of contexts
+    # The result's type is Any, because only ``self.stack`` accepts a GatheredContexts.
     def _context(self, rows: Tensor) -> Any:
         if not self._parts:
             return None

@@ -4,7 +4,7 @@ The fingerprint holds everything that determines the loss curve: flags, data, en
 checkpoint stores it, and a resumed run reports the differences.
 
 Flags in FREE do not affect the curve, and flags in OF_THE_MODEL can't change on resuming. Any other flag is assumed to
-change the curve; flags in DERIVED do so through entries with other names.
+change the curve. The fingerprint holds flags in DERIVED under other names.
 """
 
 import json

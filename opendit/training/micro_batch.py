@@ -185,7 +185,8 @@ class PackedMicroBatch:
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the samples with True in ``marked``, (tokens, ...) or (segments, ...); all for other shapes."""
+        """Return the indices of the samples with a True value in ``marked``, which has the shape (tokens, ...) or
+        (segments, ...). For other shapes, return all indices."""
         count, tokens = len(self.segments.grids), self.segments.tokens
         if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
             marked = marked[0]

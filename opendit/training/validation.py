@@ -115,7 +115,8 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the lowest loss's step if ``RISING`` or more losses followed and the last ones rise; else None."""
+        """Return the step of the lowest loss if at least RISING losses followed it, and the last RISING losses rise.
+        Otherwise return None."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
         recent = losses[-RISING:]

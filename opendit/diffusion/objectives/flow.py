@@ -237,7 +237,8 @@ class FlowObjective(Objective):
         discrete_times: True to sample at the times of the function ``discrete_times``.
         least, most: bounds of the training times, for a network that is used only between them; None: 0 and 1.
         karras: True to sample at [K]'s noise levels from 80 to 0.002, without a step to 0; see ``SigmaTrajectory``.
-        empirical_tokens: number of tokens for ``empirical_shift``; 0 until ``for_tokens`` sets it. None: use ``shift``.
+        empirical_tokens: number of tokens for ``empirical_shift``, set by ``for_tokens`` and at first 0. None: use
+            ``shift`` instead.
     """
 
     name: ClassVar[str] = "flow"

@@ -216,7 +216,7 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
         if (sample := page.store.find(token)) is None:
             raise HTTPException(404)
         kind = "video/mp4" if sample.is_clip else "image/png"
-        # in the form of RFC 5987, because a caption may contain any script
+        # RFC 5987's form of a file name, because captions may have letters that are not Latin
         place = f"inline; filename*=UTF-8''{quote(sample.name, safe='')}"
         return FileResponse(sample.path, media_type=kind, headers={"Content-Disposition": place})
 
