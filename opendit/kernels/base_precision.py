@@ -19,9 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from opendit.kernels.common import kernels_available, next_power_of_2
+from opendit.kernels.common import interpreting, kernels_available, missing, next_power_of_2
 from opendit.kernels.fp8 import E4M3, EXACT, Float8, float8_factor_reference, float8_reference
 from opendit.kernels.language import tl, triton
+from opendit.kernels.lora import LARGEST_RANK, thin_product
 from opendit.models.layers import Projection, StoredWeight, multiply
 
 ROW = 16  # alignment of every row, in bytes
@@ -88,8 +89,10 @@ def _not_zero(scales: Tensor) -> Tensor:
     return torch.where(scales > 0, scales, 1.0)
 
 
-def dense_reference(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
+def dense_reference(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype, descale: Tensor) -> Tensor:
     codes = rows[:, : code_bytes(kind, inputs)]
+    if kind == "fp8":
+        return codes[:, :inputs].contiguous().view(E4M3).to(dtype).mul_(descale)
     scales = rows[:, code_bytes(kind, inputs) :].view(torch.float32)
     if kind == "int8":
         return (codes[:, :inputs].view(torch.int8).float() * scales[:, :1]).to(dtype)
@@ -105,15 +108,23 @@ def dense_reference(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) ->
 def _dense_kernel(
     rows_ptr, scales_ptr, levels_ptr, y_ptr,
     BYTES: tl.constexpr, CODES: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    NF4: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """scales_ptr: the rows as fp32 numbers, or fp8's scale."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < WIDTH
     codes = tl.load(rows_ptr + row * BYTES + cols, mask=mask, other=0)
-    scales_ptr += row * (BYTES // 4) + CODES // 4
     y_ptr += row * INPUTS
-    if NF4:  # byte i of a row holds the codes of columns i and i + WIDTH
+    if KIND == "fp8":
+        # As bits of an fp32 number, exponent and mantissa of e4m3 are those of the value times 2^-120. GPUs before Ada
+        # can't convert e4m3.
+        bits = ((codes & 128).to(tl.int32) << 24) | ((codes & 127).to(tl.int32) << 20)
+        y = bits.to(tl.float32, bitcast=True) * 2.0**120 * tl.load(scales_ptr)
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        return
+    scales_ptr += row * (BYTES // 4) + CODES // 4
+    if KIND == "nf4":  # byte i of a row holds the codes of columns i and i + WIDTH
         right = cols + WIDTH
         inside = mask & (right < INPUTS)
         first = tl.load(levels_ptr + (codes & 15).to(tl.int32))
@@ -130,18 +141,18 @@ def _dense_kernel(
 # ---------------------------------------------------------------------------------------------------------- operation
 
 
-def dense(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Dequantise rows of bytes (out, row_bytes), in int8 or nf4, to weights (out, in) of ``dtype``."""
+def dense(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype, descale: Tensor) -> Tensor:
+    """Dequantise rows of bytes (out, row_bytes) to weights (out, in) of ``dtype``. descale: (1,) fp32, fp8's scale."""
     available, _ = kernels_available(rows.device, dtype)
     if not available:
-        return dense_reference(rows, kind, inputs, dtype)
+        return dense_reference(rows, kind, inputs, dtype, descale)
     y = torch.empty(len(rows), inputs, dtype=dtype, device=rows.device)
     width = -(-inputs // 2) if kind == "nf4" else inputs
     block = min(1024, next_power_of_2(width))
     _dense_kernel[(len(rows), -(-width // block))](
-        rows, rows.view(torch.float32), _levels(rows.device), y,
+        rows, descale if kind == "fp8" else rows.view(torch.float32), _levels(rows.device), y,
         BYTES=rows.shape[1], CODES=code_bytes(kind, inputs), INPUTS=inputs, WIDTH=width, NEIGHBOURS=NEIGHBOURS,
-        NF4=kind == "nf4", BLOCK=block, num_warps=4,
+        KIND=kind, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -175,10 +186,19 @@ class BaseWeight(StoredWeight):
     def to(self, dtype: torch.dtype) -> "BaseWeight":
         return BaseWeight(self._packed, self._kind, self.shape[1], self._descale, dtype)
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the product for few rows, such as a modulation's, from the weight in float8. A weight that is
+        dequantised first is written and read again in the run's precision."""
+        rows, stored = x.flatten(0, -2), self.float8
+        readable = interpreting() or (x.is_cuda and missing("float8", x.device) is None)
+        if stored is None or len(rows) > LARGEST_RANK or not readable:
+            return super().product(x, bias)
+        y = thin_product(stored.data, stored.descale, rows).t()
+        y = y if bias is None else y + bias
+        return y.reshape(*x.shape[:-1], -1)
+
     def dense(self) -> Tensor:
-        if (stored := self.float8) is not None:
-            return stored.data.to(self.dtype).mul_(stored.descale)
-        return dense(self._packed.detach().view(torch.uint8), self._kind, self.shape[1], self.dtype)
+        return dense(self._packed.detach().view(torch.uint8), self._kind, self.shape[1], self.dtype, self._descale)
 
 
 # ------------------------------------------------------------------------------------------------------------- layers

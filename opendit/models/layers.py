@@ -105,6 +105,10 @@ class StoredWeight(ABC):
     def dense(self) -> Tensor:
         """Return the dense weight (out, in) as a new, detached tensor."""
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + bias (..., out) for x (..., in), without gradients."""
+        return F.linear(x, self.dense(), bias)
+
 
 def dense(weight: Tensor | StoredWeight) -> Tensor:
     return weight.dense() if isinstance(weight, StoredWeight) else weight
@@ -116,7 +120,7 @@ class _LinearOfStored(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: StoredWeight, bias: Tensor | None):
         ctx.weight = weight
-        return F.linear(x, weight.dense(), bias)
+        return weight.product(x, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):

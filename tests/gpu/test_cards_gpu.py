@@ -156,8 +156,23 @@ def test_the_kernel_has_the_references_bits(kind):
         weight = 0.02 * torch.randn(shape, device=DEVICE)
         rows = stored.quantise(weight, kind)
         assert torch.equal(rows.cpu(), stored.quantise(weight.cpu(), kind))
-        found = stored.dense(rows, kind, shape[1], DTYPE)
-        assert torch.equal(found, stored.dense_reference(rows, kind, shape[1], DTYPE))
+        scale = torch.ones(1, device=DEVICE)
+        found = stored.dense(rows, kind, shape[1], DTYPE, scale)
+        assert torch.equal(found, stored.dense_reference(rows, kind, shape[1], DTYPE, scale))
+
+
+@pytest.mark.parametrize(("rows", "shape"), ((1, (9216, 3072)), (7, (18432, 3072)), (64, (304, 1168))))
+def test_a_weight_in_float8_is_read_in_place(rows, shape):
+    """All codes are dequantised exactly, and few rows are multiplied without it."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+    codes[codes & 127 == 127] = 0  # not NaN
+    descale = torch.tensor([2.0**-9], device=DEVICE)
+    weight = stored.BaseWeight(codes.view(DTYPE), "fp8", shape[1], descale)
+    exact = codes.view(torch.float8_e4m3fn).double() * 2.0**-9
+    assert torch.equal(weight.dense().double(), exact)
+    x, bias = torch.randn(rows, shape[1], device=DEVICE, dtype=DTYPE), torch.randn(shape[0], device=DEVICE, dtype=DTYPE)
+    want = x.double() @ exact.t() + bias.double()
+    assert (weight.product(x, bias).double() - want).norm() < 5e-3 * want.norm()
 
 
 @pytest.mark.parametrize("kind", ("fp8", "int8", "nf4"))

@@ -231,7 +231,7 @@ def shards_in_float8(dtype: torch.dtype) -> None:
 def stored_weights(kind: str) -> None:
     base_precision.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
     rows = torch.zeros(64, base_precision.row_bytes(kind, 1152), dtype=torch.uint8)
-    base_precision.dense(rows, kind, 1152, BFLOAT16)
+    base_precision.dense(rows, kind, 1152, BFLOAT16, torch.ones(1))
 
 
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -277,7 +277,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "adamw_ema", optimizer_step
     yield "averages", separate_averages
     yield "eight_bit_moments", eight_bit_moments
-    for kind in ("int8", "nf4"):
+    for kind in ("fp8", "int8", "nf4"):
         yield f"stored weights {kind}", lambda k=kind: stored_weights(k)
     for dtype in (BFLOAT16, torch.float16):
         yield f"shards in float8, {dtype}", lambda t=dtype: shards_in_float8(t)
