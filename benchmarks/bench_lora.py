@@ -1,12 +1,13 @@
-"""Time LoRA's two Triton kernels (kernels/lora.py) beside torch's operations, for a frozen layer's products.
+"""Time LoRA's Triton kernels (kernels/lora.py) beside torch's operations, for a frozen layer's products.
 
     python benchmarks/bench_lora.py [--rank 16] [--layers 32768x1152x4608 ...] [--seconds 0.2] [--results FILE]
 
-A layer is ROWSxINxOUT. "output" is the forward product without the thin product x a^T. "input's gradient" is dy W +
-dthin a. "thin gradients" are those of x a^T and of b. Kernel and torch take turns, and medians are reported."""
+A layer is ROWSxINxOUT. "output" is the forward product without the thin product x a^T, "input's gradient" is dy W +
+dthin a, and "thin gradients" are those of x a^T and of b. With --fp8, "product of float8" is x a^T, "gradient of
+float8" is a's, and "addition" adds a thin term to the output.
+"""
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when
 
 import torch
 from torch import Tensor
+from triton.testing import do_bench_cudagraph
 
 from benchmarks.results import append
 from opendit.kernels import lora
@@ -24,27 +26,21 @@ from opendit.models.layers import TORCH_PRODUCTS
 DIT_XL = ["32768x1152x3456", "32768x1152x1152", "32768x1152x4608", "32768x4608x1152"]
 FLUX = ["4608x3072x9216", "4608x3072x3072", "512x3072x9216", "4608x3072x12288", "4608x12288x3072", "4608x15360x3072"]
 WAN = ["32760x1536x1536", "32760x1536x8960", "32760x8960x1536"]
-TURNS = 5
 
 
-def milliseconds(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Return each call's median time over TURNS turns. In a turn, each call runs for about ``seconds / TURNS``."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    counts: dict[str, int] = {}
-    for turn in range(TURNS + 1):
-        for name, call in calls.items():
-            count = counts.get(name, 3)
-            first.record()
-            for _ in range(count):
-                call()
-            last.record()
-            last.synchronize()
-            taken = first.elapsed_time(last) / count
-            counts[name] = max(3, int(1e3 * seconds / TURNS / taken))
-            if turn:
-                found[name].append(taken)
-    return {name: statistics.median(times) for name, times in found.items()}
+def microseconds(call: Callable[[], object], seconds: float) -> float:
+    """Return the median time of a call in a CUDA graph, so that the host does not limit short kernels."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return 1e3 * do_bench_cudagraph(call, rep=int(1e3 * seconds), return_mode="median")
+
+
+BOTH = lora.LORA_PRODUCTS, TORCH_PRODUCTS
+
+
+def converted(x8: Tensor, descale: Tensor, factor: Tensor, turned: bool = False) -> Tensor:
+    """Multiply a float8 activation by a thin factor in torch, which converts the activation first."""
+    x = x8.to(factor.dtype)
+    return ((x.t() if turned else x) @ factor) * descale.to(factor.dtype)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,20 +61,26 @@ def main(argv: list[str] | None = None) -> None:
         count, width, out = map(int, layer.split("x"))
         x, dy, weight, bias = normal(count, width), normal(count, out), normal(out, width), normal(out)
         a, b, thin, dthin = normal(rank, width), normal(out, rank), normal(count, rank), normal(count, rank)
-        works: dict[str, tuple[str, tuple[object, ...]]] = {
-            "output": ("output", (x, weight.t(), thin, b.t(), 1.0, bias)),
-            "input's gradient": ("output", (dy, weight, dthin, a, 1.0)),
-            "thin gradients": ("gradients", (dy, b, thin, 1.0)),
+        x8, descale = (8 * x).to(torch.float8_e4m3fn), torch.full((1,), 0.125, device="cuda")
+        calls: dict[str, list[Callable[[], object]]] = {
+            "output": [partial(p.output, x, weight.t(), thin, b.t(), 1.0, bias) for p in BOTH],
+            "input's gradient": [partial(p.output, dy, weight, dthin, a, 1.0) for p in BOTH],
+            "thin gradients": [partial(p.gradients, dy, b, thin, 1.0) for p in BOTH],
+            "product of float8": [partial(lora.thin_product, x8, descale, a), partial(converted, x8, descale, a.t())],
+            "gradient of float8": [
+                partial(lora.thin_gradient, dthin, x8, descale),
+                partial(converted, x8, descale, dthin, turned=True),
+            ],
+            "addition": [partial(lora.add_low_rank, dy, thin, b.t(), 1.0), partial(dy.addmm_, thin, b.t())],
         }
-        for work, (name, arguments) in works.items():
-            of = {"kernel": lora.LORA_PRODUCTS, "torch": TORCH_PRODUCTS}
-            calls = {how: partial(getattr(products, name), *arguments) for how, products in of.items()}
-            kernel, torchs = (1e3 * time for time in milliseconds(calls, args.seconds).values())
-            figures = f"kernel {kernel:7.1f} us, torch {torchs:7.1f} us, {torchs / kernel:.3f}"
-            print(f"{layer:18s} {work:17s} {figures}", flush=True)
+        for work, pair in calls.items():
+            kernel, plain = (microseconds(call, args.seconds) for call in pair)
+            print(
+                f"{layer:18s} {work:18s} kernel {kernel:7.1f} us, torch {plain:7.1f} us, {plain / kernel:.3f}",
+                flush=True,
+            )
             row = {"bench": "lora", "case": f"{layer} rank {rank} {work}", "metric": "us"}
-            row |= {"value": f"{kernel:.1f}", "baseline": "torch"}
-            rows.append(row | {"baseline_value": f"{torchs:.1f}"})
+            rows.append(row | {"value": f"{kernel:.1f}", "baseline": "torch", "baseline_value": f"{plain:.1f}"})
     if args.results:
         append(rows, args.results)
 

@@ -50,6 +50,7 @@ from opendit.config.console import OnThisMachine
 from opendit.config.evaluate import EvaluateConfig, rename_for_training
 from opendit.config.flags import check_unused, check_values
 from opendit.config.names import (
+    BLOCKS,
     BUT_ATTENTION,
     DESCRIPTIONS,
     DIGITS,
@@ -715,6 +716,12 @@ class TrainConfig(
                 f"--offload {self.offload}: the backward pass calls blocks again; add --recompute {BUT_ATTENTION} or "
                 "--grad_checkpoint"
             )
+        recomputed = self.recompute_blocks
+        if not sharded and recomputed is not None and recomputed < self.streamed_blocks and self.offload != BLOCKS:
+            raise ValueError(
+                f"--offload {self.offload}: only recomputed blocks can be in host memory, and --recompute_blocks has "
+                f"{recomputed}; use --offload {BLOCKS}:{recomputed}"
+            )
         if whole and not sharded:
             raise ValueError(
                 f"--offload {self.offload}: needs --plugin fsdp and several GPUs for weights that are trained; add "
@@ -726,7 +733,6 @@ class TrainConfig(
             ),
             "--reshard never, which keeps blocks on the GPU": sharded and self.reshard == "never",
             "--expert_parallel_size, whose experts are not gathered with their block": self.expert_parallel_size > 1,
-            "--recompute_blocks: all of them have to be": not sharded and self.recompute_blocks is not None,
             "--compile, which can't follow weights that are copied before a call": not sharded and self.compile,
             "--sequence_parallel_size, with which it was not tried": self.sequence_parallel_size > 1,
             "--tensor_parallel_size, which divides dense weights": self.tensor_parallel_size > 1,

@@ -110,12 +110,19 @@ def spread_numbers(depth: int, count: int) -> list[int]:
     return [number for number in range(depth) if (number + 1) * count // depth > number * count // depth]
 
 
+def streamed_numbers(depth: int, count: int, recomputed: int | None = None) -> list[int]:
+    """Return the indices of ``count`` streamed blocks, evenly spread over the ``recomputed`` ones; None: all blocks are
+    recomputed."""
+    among = range(depth) if recomputed is None else spread_numbers(depth, recomputed)
+    return [among[number] for number in spread_numbers(len(among), count)]
+
+
 class StreamedBlocks:
     """Frozen weights of ``count`` blocks, stored in host memory and streamed to the GPU (--offload blocks[:N]).
 
     The constructor replaces the blocks' frozen parameters by views of slots on the GPU. The replaced parameters may be
-    on the meta device. Write the weights' values to ``host`` before the first call of a block. Blocks must be
-    recomputed in the backward pass, because a block's weights are valid only during its calls.
+    on the meta device. Write the weights' values to ``host`` before the first call of a block. Only recomputed blocks
+    are streamed, because a block's weights are valid only during its calls.
 
     The GPU has AHEAD + 1 slots, each with room for the largest streamed block. When a block is called, a side stream
     begins to copy the next AHEAD blocks, or in the backward pass the previous blocks. The host never waits.
@@ -132,7 +139,8 @@ class StreamedBlocks:
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
         self._device, self._deferred, self.copied = device, deferred, 0
         # Streamed blocks are spread evenly, so that other blocks compute between two copies.
-        numbers = spread_numbers(len(model.blocks), count)
+        recomputed = sum(block.recomputed for block in model.blocks)
+        numbers = streamed_numbers(len(model.blocks), count, recomputed)
         blocks = [(f"blocks.{number}.", model.blocks[number]) for number in numbers]
         self.blocks = len(blocks)
         frozen = [[(n, p) for n, p in block.named_parameters() if not p.requires_grad] for _, block in blocks]
@@ -233,8 +241,8 @@ class StreamedBlocks:
         self.slots[number % len(self.slots)][: len(row)].copy_(row, non_blocking=True)
 
 
-def blocks_of(sizes: Sequence[int], count: int) -> tuple[int, int]:
-    """Return (bytes in host memory, bytes of the GPU's slots) for ``count`` streamed blocks. sizes: bytes of each
-    block."""
-    streamed = [sizes[number] for number in spread_numbers(len(sizes), count)]
+def blocks_of(sizes: Sequence[int], count: int, recomputed: int | None = None) -> tuple[int, int]:
+    """Return (bytes in host memory, bytes of the GPU's slots) for the :func:`streamed_numbers`. sizes: each block's
+    bytes."""
+    streamed = [sizes[number] for number in streamed_numbers(len(sizes), count, recomputed)]
     return sum(streamed), min(AHEAD + 1, len(streamed)) * max(streamed)

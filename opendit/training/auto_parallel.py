@@ -563,18 +563,15 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
 def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batch: int, where: Circumstances) -> int:
     """Return the smallest number of recomputed blocks with which a step fits; all blocks if flags fix the number."""
     depth = config.depth
-    chosen = (
-        {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given
-        or flags.streamed_blocks
-        or setup.pipeline_parallel > 1
-    )
+    chosen = {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given or setup.pipeline_parallel > 1
     if not setup.recomputes_blocks or chosen:
         return depth
 
     def fits(count: int) -> bool:
         return where.memory(estimate(config, replace(setup, recompute_blocks=count), batch)) <= where.capacity
 
-    return 1 + bisect.bisect_left(range(1, depth), True, key=fits)
+    fewest = max(1, min(depth, setup.streamed))  # streamed blocks are recomputed
+    return fewest + bisect.bisect_left(range(fewest, depth), True, key=fits)
 
 
 def _words(flags: TrainConfig) -> str:

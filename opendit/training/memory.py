@@ -430,7 +430,7 @@ def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
         return 0, 0
     size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
     sizes = _block_bytes(config, setup.base_precision, size)
-    host, ring = blocks_of(sizes, setup.streamed)
+    host, ring = blocks_of(sizes, setup.streamed, None if setup.hosted else setup.recompute_blocks)
     ranks = setup.alike // setup.replicate
     # fsdp needs no ring: a shard's copy on the device is freed before the block computes
     return (host / ranks, 0) if setup.hosted else (host, ring)

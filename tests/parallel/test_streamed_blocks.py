@@ -8,6 +8,7 @@ import torch
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.models.finetuning import B, Lora, add_lora
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.host_memory import AHEAD, StreamedBlocks, blocks_of, spread_numbers
 from opendit.training.memory import Setup, estimate
 from tests.kernels.test_public_fp8 import SIZES, VALUES, given
@@ -54,14 +55,28 @@ def step(model, seed):
 
 
 @pytest.mark.parametrize(
-    ("count", "deferred", "recomputed"),
-    ((1, True, True), (2, False, True), (4, True, "but_attention"), (DEPTH, False, True), (99, True, True)),
+    ("count", "deferred", "recomputed", "blocks"),
+    (
+        (1, True, True, None),
+        (2, False, True, None),
+        (4, True, "but_attention", None),
+        (DEPTH, False, True, None),
+        (99, True, True, None),
+        (2, True, True, 3),
+        (3, False, "but_attention", 4),
+        (99, True, "but_attention", 4),
+    ),
 )
-def test_it_has_the_bits_of_blocks_that_stay(count, deferred, recomputed):
+def test_it_has_the_bits_of_blocks_that_stay(count, deferred, recomputed, blocks):
     whole, model = model_of(recomputed), model_of(recomputed)
+    if blocks is not None:
+        apply_parallel(model, grad_checkpoint=recomputed, recompute_blocks=blocks)
     streamed = stream(model, count, deferred)
-    assert streamed.blocks == min(count, DEPTH)
-    setup = Setup(precision="fp32", lora=Lora(2, 4.0, ""), grad_checkpoint=True, offload=f"blocks:{count}")
+    assert streamed.blocks == min(count, blocks or DEPTH)
+    numbers = {int(name.split(".")[1]) for name in streamed.host}
+    assert len(numbers) == streamed.blocks and all(model.blocks[number].recomputed for number in numbers)
+    how = dict(grad_checkpoint=True, recompute_blocks=blocks, offload=f"blocks:{count}")
+    setup = Setup(precision="fp32", lora=Lora(2, 4.0, ""), **how)
     needs, resident = (estimate(model.config, replace(setup, offload=how), 1) for how in (setup.offload, "none"))
     assert needs.host == {"blocks": sum(kept.nbytes for kept in streamed.host.values())}
     moved = resident.states["weights"] - needs.states["weights"]

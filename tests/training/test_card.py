@@ -70,7 +70,7 @@ def public(folder, more: str) -> str:
         ("48", r"--recompute but_attention --recompute_blocks \d\d", 1),
         ("24", r"--base_precision int8 --recompute but_attention --recompute_blocks \d\d", 2),
         ("24 --recompute_blocks 57", "--base_precision int8 --recompute but_attention --recompute_blocks 57", 2),
-        ("12", r"--base_precision int8 --offload blocks:\d+ --grad_checkpoint", 3),
+        ("12", r"--base_precision int8 --offload blocks:\d+ --grad_checkpoint --recompute_blocks \d\d", 3),
         ("12 --recompute but_attention", r"--base_precision int8 --offload blocks:\d+ --recompute but_attention", 3),
         ("24 --fp8", r"--fp8 --base_precision fp8 --recompute but_attention --recompute_blocks \d\d", 2),
         ("12 --offload none", "--base_precision nf4 --recompute but_attention", 2),
