@@ -28,7 +28,7 @@ from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import gather_heads_float8, head_views, split_heads
 from opendit.models.blocks import NormalisedProjection
-from opendit.models.layers import LowRank, Projection, RMSNorm, in_working_dtype
+from opendit.models.layers import LowRank, Projection, RMSNorm, in_working_dtype, unwritten
 
 EPS = 1e-6
 
@@ -149,12 +149,18 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
 # In the autograd functions below, x is the second input and W the third. If W is frozen, x is not saved.
 
 
-def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):
-    """Return x W^T + bias (..., out) in ``dtype``, and the tensors to save for :func:`_backward_products`."""
+def _forward_product(
+    ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None, unread: bool = False
+):
+    """Return x W^T + bias (..., out) in ``dtype``, and the tensors to save for :func:`_backward_products`. unread: True
+    to return memory without values instead of the product."""
     check_widths(weight)
     w = weight_in_float8(weight)
     rows = x.data.flatten(0, -2)
-    y = fp8.product(rows, w.data, (x.descale, w.descale), dtype, bias if bias is None else bias.to(dtype))
+    if unread:
+        y = unwritten((len(rows), weight.shape[0]), rows, dtype)
+    else:
+        y = fp8.product(rows, w.data, (x.descale, w.descale), dtype, bias if bias is None else bias.to(dtype))
     ctx.dtypes, ctx.shape = (dtype, weight.dtype), x.data.shape
     kept = (x.data, x.descale) if ctx.needs_input_grad[2] else (None, None)
     return y.view(*ctx.shape[:-1], weight.shape[0]), (*kept, w.data, w.descale)
@@ -212,12 +218,13 @@ class _LinearBesideLora(Function):
     products are added in place, forward and backward."""
 
     @staticmethod
-    def forward(ctx, stand_in, x, weight, bias, a, b, scale):
-        y, saved = _forward_product(ctx, x, weight, stand_in.dtype, bias)
+    def forward(ctx, stand_in, x, weight, bias, a, b, scale, unread):
+        y, saved = _forward_product(ctx, x, weight, stand_in.dtype, bias, unread)
         given, descale = (stand_in, None) if any(stand_in.stride()) else (x.data, x.descale)
         rows = given.flatten(0, -2)
         thin = rows.to(a.dtype) @ a.t() if descale is None else lora.thin_product(rows, descale, a)
-        lora.add_low_rank(y.flatten(0, -2), thin, b.t(), scale)
+        if not unread:
+            lora.add_low_rank(y.flatten(0, -2), thin, b.t(), scale)
         ctx.save_for_backward(given, descale, a, b, thin, *saved)
         ctx.scale, ctx.bias_dtype = scale, None if bias is None else bias.dtype
         return y
@@ -237,7 +244,7 @@ class _LinearBesideLora(Function):
         rows = given.flatten(0, -2)
         da = dthin.t() @ rows.to(a.dtype) if descale is None else lora.thin_gradient(dthin, rows, descale)
         dbias = _sum_of_rows(dy, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-        return dx, None, dw, dbias, da, db, None
+        return dx, None, dw, dbias, da, db, None, None
 
 
 class _BiasGelu(Function):
@@ -308,7 +315,7 @@ def multiply(
     if low_rank is None:
         return _Linear.apply(x.stand_in, x.data, weight, bias)
     factors = in_working_dtype(*low_rank[:2])
-    return _LinearBesideLora.apply(x.stand_in, x.data, weight, bias, *factors, low_rank.scale)
+    return _LinearBesideLora.apply(x.stand_in, x.data, weight, bias, *factors, low_rank.scale, low_rank.unread)
 
 
 def linear(x: Tensor | Quantized | Modulated, layer: Projection) -> Tensor:

@@ -25,7 +25,9 @@ The condition determines shift, scale and gate (adaLN-Zero; Peebles & Xie 2023).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
@@ -247,12 +249,20 @@ class ResidualStream:
         """Set the residual stream to x, computed from the result of :meth:`take`."""
         self._parts = (x,)
 
-    def take(self, ops: BlockOps) -> Tensor:
-        """Return x including all pending sums, and empty the stream."""
+    def take(self, ops: BlockOps, unread: bool = False) -> Tensor:
+        """Return x including all pending sums, and empty the stream. unread: True if no value of x is read, as at the
+        end of a recomputed block. LoRA then computes only what the backward pass needs."""
         if self._streams is not None:
             streams, self._streams = self._streams, None
-            return self._join([stream.take(ops) for stream in streams])
-        x = self._taken()[0] if len(self._parts) == 1 else ops.linear_gate_residual(*self._taken(), *self._rows)
+            return self._join([stream.take(ops, unread) for stream in streams])
+        if len(self._parts) == 1:
+            (x,) = self._taken()
+        else:
+            x, gate, z, last = self._taken()
+            # The gradients of a gate, and of a norm after the last layer, need the layer's output.
+            skip = unread and isinstance(last, Projection) and not gate.requires_grad
+            with last.output_unread() if skip else nullcontext():
+                x = ops.linear_gate_residual(x, gate, z, last, *self._rows)
         if self._routing is not None:
             (gate, routing), self._routing = self._routing, None
             x = x + gate.unsqueeze(1) * routing.result()
@@ -279,6 +289,7 @@ class Block(nn.Module):
     cross_attn: nn.Module  # only in blocks with a caption branch
     adaLN_modulation: nn.Module
     recomputed = True  # True to recompute the block in the backward pass when ``run_blocks`` checkpoints
+    recomputing = False  # True while the block is recomputed: its output is not read
 
     def __init__(self, spec: BlockSpec):
         super().__init__()
@@ -310,7 +321,7 @@ class Block(nn.Module):
         residual = ResidualStream(x, of_rows(grid))
         del x
         self.add_branches(residual, self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
-        return residual.take(self.ops)
+        return residual.take(self.ops, unread=self.recomputing)
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
         """Add gate * branch(norm(x) * (1 + scale) + shift) to x for every branch. For the arguments, see
@@ -332,7 +343,8 @@ class Block(nn.Module):
                     shift, scale, gate = next(vectors)
                     y = x.norm(self.ops, shift, scale, norm, joined=branch.sees != "caption")
                 else:
-                    x.put(x.take(self.ops))  # The attention's output must be added before the MLP's output.
+                    # The attention's output must be added before the MLP's output.
+                    x.put(x.take(self.ops, unread=self.recomputing))
                 x.add(gate, *self._but_last(branch, y, context, grid))
                 y = y if spec.parallel else None  # Drop the reference to y, to free its memory.
 
@@ -441,7 +453,7 @@ class JointBlock(nn.Module):
     2024, fig. 2). x (B, N, D) holds one stream after another; in a pack, each segment does. ``grid.streams`` holds the
     streams' token counts."""
 
-    recomputed = True
+    recomputed, recomputing = True, False  # as in :class:`Block`
 
     def __init__(self, spec: BlockSpec):
         super().__init__()
@@ -479,7 +491,7 @@ class JointBlock(nn.Module):
     ) -> Tensor:
         residual = ResidualStream(x)
         self.add_branches(residual, self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
-        return residual.take(self._ops)
+        return residual.take(self._ops, unread=self.recomputing)
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
         assert grid is not None, "a grid says which tokens are of which stream"
@@ -573,10 +585,10 @@ def run_blocks(
         for block, context in zip(blocks, contexts, strict=True):
             arguments = x, next(modulations), context, grid
             if checkpointed and block.recomputed:
-                how: dict[str, Any] = {"context_fn": _keeping_attention} if checkpointed == BUT_ATTENTION else {}
+                contexts_of = partial(_checkpoint_contexts, block, keep_attention=checkpointed == BUT_ATTENTION)
                 # preserve_rng_state=False: a block uses no random numbers, and reading the random state would break a
                 # CUDA graph capture.
-                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, **how)
+                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts_of)
             else:
                 x = block(*arguments)
         return x
@@ -594,16 +606,28 @@ ATTENTION_OPERATORS = {
 }
 
 
-def _keeping_attention() -> tuple[Any, Any]:
-    """Return checkpoint contexts that save the output of self-attention and recompute everything else. Attention with
-    fewer keys than queries (to a caption) is also recomputed."""
+def _checkpoint_contexts(block: Any, keep_attention: bool) -> tuple[Any, Any]:
+    """Return contexts for a block's forward pass and for its recomputation. keep_attention: True to save the output of
+    self-attention. Attention with fewer keys than queries (to a caption) is always recomputed."""
 
     def policy(context: Any, operator: Any, *args: Any, **how: Any) -> CheckpointPolicy:
         if operator in ATTENTION_OPERATORS and args[1].shape[-2] >= args[0].shape[-2]:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    kept, used = create_selective_checkpoint_contexts(policy) if keep_attention else (nullcontext(), nullcontext())
+    # torch.compile may save other tensors in a graph with unread outputs, so a compiled block is repeated unchanged.
+    return kept, used if block._compiled_call_impl is not None else _recomputing(block, used)
+
+
+@contextmanager
+def _recomputing(block: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
+    block.recomputing = True
+    try:
+        with context:
+            yield
+    finally:
+        block.recomputing = False
 
 
 def is_cut(block: nn.Module) -> bool:

@@ -4,7 +4,8 @@ The layers are plain single-device PyTorch. Parallel strategies and kernels repl
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from opendit.models.positions import add_table, normalise_rotate
 
@@ -82,6 +84,7 @@ class LowRank(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+    unread: bool = False  # True if nothing reads the layer's output. It is then not computed.
 
     def add_to(self, y: Tensor, thin: Tensor) -> Tensor:
         return torch.add(y, F.linear(thin, self.b), alpha=self.scale)
@@ -157,6 +160,12 @@ class LowRankProducts(NamedTuple):
 TORCH_PRODUCTS = LowRankProducts()
 
 
+def unwritten(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an uninitialised tensor on the device of ``like``, by default with its dtype."""
+    with _disable_current_modes():  # but_attention's checkpoint refuses operations that the first pass did not have
+        return like.new_empty(shape, dtype=dtype)
+
+
 class _LinearWithLowRank(torch.autograd.Function):
     """x W^T + bias + scale * (x a^T) b^T."""
 
@@ -170,10 +179,14 @@ class _LinearWithLowRank(torch.autograd.Function):
         b: Tensor,
         scale: float,
         products: LowRankProducts,
+        unread: bool,
     ):
         rows = x.flatten(0, -2)
         thin = rows @ a.t()
-        y = products.output(rows, dense(weight).t(), thin, b.t(), scale, bias)
+        if unread:
+            y = unwritten((len(rows), weight.shape[0]), rows)
+        else:
+            y = products.output(rows, dense(weight).t(), thin, b.t(), scale, bias)
         ctx.stored = weight if isinstance(weight, StoredWeight) else None
         ctx.save_for_backward(x, weight if isinstance(weight, Tensor) else None, a, b, thin)
         ctx.scale, ctx.products = scale, products
@@ -187,7 +200,7 @@ class _LinearWithLowRank(torch.autograd.Function):
         weight = weight if ctx.stored is None else ctx.stored
         dx = ctx.products.output(dy, dense(weight), dthin, a, 1.0).view(x.shape) if of_x else None
         dweight = dy.t() @ rows if of_weight else None  # None if the layer is frozen
-        return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, db, None, None
+        return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, db, None, None, None
 
 
 def multiply(
@@ -205,7 +218,8 @@ def multiply(
         return handle_torch_function(multiply, (x,), x, weight, bias, low_rank, products)
     if low_rank is None:
         return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))
-    return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale, products)
+    tensors, unread = in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.unread
+    return _LinearWithLowRank.apply(*tensors, low_rank.scale, products, unread)
 
 
 class Factor(nn.Module):
@@ -230,11 +244,22 @@ class Projection(nn.Linear):
         self.lora_A: Factor | None = None
         self.lora_B: Factor | None = None
         self.lora_scale: float = 1.0
+        self.unread: bool = False  # True while nothing reads the output, see :class:`LowRank`
 
     def add_low_rank(self, rank: int, scale: float) -> None:
         self.lora_A = Factor(self.weight.new_empty(rank, self.in_features))
         self.lora_B = Factor(self.weight.new_empty(self.out_features, rank))
         self.lora_scale = scale
+
+    @contextmanager
+    def output_unread(self) -> Iterator[None]:
+        """Return a context for calls whose output nothing reads. With LoRA, the output's memory is not written, and
+        only tensors for the backward pass are computed. Without LoRA, the context has no effect."""
+        self.unread = True
+        try:
+            yield
+        finally:
+            self.unread = False
 
     @property
     def matrix(self) -> Tensor | StoredWeight:
@@ -244,7 +269,7 @@ class Projection(nn.Linear):
     def low_rank(self) -> LowRank | None:
         if self.lora_A is None or self.lora_B is None:
             return None
-        return LowRank(self.lora_A.default.weight, self.lora_B.default.weight, self.lora_scale)
+        return LowRank(self.lora_A.default.weight, self.lora_B.default.weight, self.lora_scale, self.unread)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)

@@ -77,3 +77,24 @@ def test_lora_beside_the_blocks_is_near_fp32():
     want, wanted = gradients(with_lora("z_image", lora), torch.float32)
     assert cases.error(got, want) < 0.1 and any(name.startswith("final_layer.") for name in wanted)
     assert not {name: e for name, g in wanted.items() if (e := cases.error(found[name], g)) > 0.3}
+
+
+@pytest.mark.parametrize("how", [True, "but_attention"])
+def test_recomputed_blocks_do_not_repeat_their_last_products(how, monkeypatch):
+    outputs = []
+    product = fp8.product
+    monkeypatch.setattr(fp8, "product", lambda x, w, *a, **k: outputs.append(len(w)) or product(x, w, *a, **k))
+    model = cases.in_float8(with_lora("flux"), cases.ACTIVATIONS)
+    _, kept = gradients(model, cases.ACTIVATIONS)
+    every, model.grad_checkpoint = len(outputs), how
+    outputs.clear()
+    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
+    try:
+        _, recomputed = gradients(model, cases.ACTIVATIONS)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(gradient, recomputed[name]) for name, gradient in kept.items())
+    # The MLPs' last layers, and in blocks with one stream also the attention's.
+    blocks = [len(block.spec.streams) or 2 for block in model.blocks]
+    layers = len(targets(model, LORA))
+    assert len(outputs) - every == layers - sum(blocks)

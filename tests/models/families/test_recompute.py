@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
+from opendit.models.finetuning import Lora, add_lora
 from opendit.parallel.apply import apply_parallel
 from tests.models.families.oracles import (
     COSMOS2,
@@ -35,10 +36,13 @@ MODELS = {
 }
 
 
-def gradients(family: str, level: str, **how) -> dict[str, torch.Tensor]:
+def gradients(family: str, level: str, lora: Lora | None = None, **how) -> dict[str, torch.Tensor]:
+    """Return every gradient, or with ``lora`` those of its matrices."""
     values, size = MODELS[family]
     torch.manual_seed(0)
     model = PublicDiT(public_config(family, values, size))
+    if lora is not None:
+        add_lora(model, lora, (), seed=0)
     randomise(model)
     apply_parallel(model, recompute=level, **how)
     torch.manual_seed(1)
@@ -46,7 +50,8 @@ def gradients(family: str, level: str, **how) -> dict[str, torch.Tensor]:
     model(
         torch.randn(3, model.config.in_channels, *size), torch.tensor([300.0, 700.0, 900.0]), y
     ).square().mean().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: parameter.grad for name, parameter in trained.items()}
 
 
 class Attentions(TorchDispatchMode):
@@ -75,6 +80,56 @@ def test_attention_among_all_tokens_is_kept_and_every_gradient_has_the_same_bits
     some = gradients(family, "but_attention", recompute_blocks=1)
     assert all(torch.equal(gradient, some[name]) for name, gradient in kept.items())
     assert any(k >= q for q, k in forward) and any(k < q for q, k in forward) == (family in ("wan", "cosmos2"))
+
+
+class Products(TorchDispatchMode):
+    """Counts LoRA's wide products, forward and backward (see :func:`opendit.models.layers.low_rank_product`)."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.addmm_.default
+        return function(*args, **(kwargs or {}))
+
+
+def products(*arguments, **how) -> tuple[int, dict[str, torch.Tensor]]:
+    with Products() as counted:
+        found = gradients(*arguments, **how)
+    return counted.count, found
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# FLUX.1 has two joint blocks, and three in which no norm reads the attention's output. SD3's last block has one output.
+# Z-Image has a norm after every branch.
+LAST_LAYERS = {"flux": 2 * 2 + 3 * 2, "wan": 2, "qwen_image": 2 * 2, "sd3": 5, "z_image": 0, "cosmos2": 2}
+
+
+@pytest.mark.parametrize("how", [{"grad_checkpoint": True}, {"level": "but_attention"}], ids=["all", "but_attention"])
+@pytest.mark.parametrize("family", LAST_LAYERS)
+def test_the_last_products_of_recomputed_blocks_are_not_repeated(family, how, uninitialised_memory_is_nan):
+    def repeated(lora: Lora) -> tuple[int, int]:
+        """Return the numbers of layers with LoRA, and of their products that are computed again."""
+        kept, expected = products(family, "none", lora)
+        again, found = products(family, **{"level": "none"} | how, lora=lora)
+        assert expected.keys() == found.keys() and any(bool(gradient.any()) for gradient in expected.values())
+        assert all(torch.equal(gradient, found[name]) for name, gradient in expected.items())
+        return len(expected) // 2, again - kept
+
+    layers, again = repeated(Lora(3, 6.0, ""))
+    assert again == layers - LAST_LAYERS[family]
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen_image", "sd3"])
+def test_the_last_products_are_repeated_if_gates_are_trained(family, uninitialised_memory_is_nan):
+    lora = Lora(3, 6.0, "", ("fc2", "proj", "adaLN_modulation.1"))
+    expected, found = gradients(family, "none", lora), gradients(family, "none", lora, grad_checkpoint=True)
+    assert all(torch.equal(gradient, found[name]) for name, gradient in expected.items())
 
 
 # Those that know its norms and MLPs.
