@@ -19,7 +19,7 @@ USED = {
     },
     "opendit/kernels/linear.py": {"torch._addmm_activation"},
     "opendit/kernels/operators.py": {"torch.utils._python_dispatch.is_in_torch_dispatch_mode"},
-    "opendit/parallel/host_memory.py": {"torch.utils._python_dispatch._disable_current_modes"},
+    "opendit/models/layers.py": {"torch.utils._python_dispatch._disable_current_modes"},
     "opendit/parallel/colossal/plugins.py": {"torch.distributed._coalescing_manager"},
     "opendit/parallel/sequence/ulysses.py": {
         "torch.ops.aten._scaled_dot_product_flash_attention",

@@ -5,7 +5,7 @@ The layers are plain single-device PyTorch. Parallel strategies and kernels repl
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -160,9 +160,15 @@ class LowRankProducts(NamedTuple):
 TORCH_PRODUCTS = LowRankProducts()
 
 
+def hidden_from_checkpoint() -> AbstractContextManager[None]:
+    """Return a context for operations of a recomputation that the first pass did not have. The checkpoint of
+    but_attention would refuse them."""
+    return _disable_current_modes()
+
+
 def unwritten(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return an uninitialised tensor on the device of ``like``, by default with its dtype."""
-    with _disable_current_modes():  # but_attention's checkpoint refuses operations that the first pass did not have
+    with hidden_from_checkpoint():
         return like.new_empty(shape, dtype=dtype)
 
 

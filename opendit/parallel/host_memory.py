@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from opendit.models.layers import hidden_from_checkpoint
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels can use the memory's host addresses
 PORTABLE_AND_MAPPED = 3
@@ -199,7 +200,7 @@ class StreamedBlocks:
 
         def use(*_: Any) -> None:
             if of_block or self._last != number or number not in self._holds:
-                with _disable_current_modes():  # hide the copies from the checkpoint policy of but_attention
+                with hidden_from_checkpoint():
                     self._use(number)
 
         return use
