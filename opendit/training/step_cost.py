@@ -16,7 +16,7 @@ from typing import Any, cast
 from opendit.config.components import TokenRoute
 from opendit.config.names import AXIAL, BYTES
 from opendit.models.dit import DiTConfig
-from opendit.models.finetuning import Lora, lora_layers
+from opendit.models.finetuning import Lora, lora_layers, trains_modulation
 from opendit.models.variants import ECDiTConfig
 from opendit.models.zoo import plan_of
 from opendit.parallel.experts import expert_parameters
@@ -201,7 +201,10 @@ class _Step:
         recomputed = config.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
         if setup.recomputes_blocks:
             share = 1 - setup.kept_blocks(config.depth) / config.depth
-            recomputed = share * (forward + there * setup.grad_checkpoint + 0.4 * elementwise)
+            # LoRA does not repeat the last product, unless a gate or a norm after the branch needs it.
+            skips = setup.lora is not None and not trains_modulation(config, setup.lora) and not config.block.norm_after
+            products = forward - config.depth * first * skips
+            recomputed = share * (products + there * setup.grad_checkpoint + 0.4 * elementwise)
         if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied in memory
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
@@ -219,8 +222,10 @@ class _Step:
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
         # Both passes copy blocks in one direction of the link. Gradients use the opposite direction.
-        travel = 2 * of_streamed(config, setup)[0] / (self.hardware.host_link / 2)
-        return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
+        travel = of_streamed(config, setup)[0] / (self.hardware.host_link / 2)
+        in_forward = forward + there + elementwise / 3
+        passes = in_forward, sum(found.values()) - in_forward
+        return found | {"waiting for blocks": sum(max(0.0, travel - computing) for computing in passes)}
 
     def update(self) -> float:
         """Return the seconds to update this rank's shard of the optimizer's state and averages."""

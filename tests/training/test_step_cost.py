@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from opendit.config.parallel_sizes import ParallelDims
+from opendit.models.finetuning import Lora
 from opendit.models.zoo import model_config
 from opendit.parallel.hardware import H200
 from opendit.parallel.sequence.choose import Shape, make_plan
@@ -77,6 +78,35 @@ def test_what_is_made_again_costs_more_the_more_it_is():
     assert cost(grad_checkpoint=True).work["recomputed"] > but_attention > again[-1]
     assert cost(recompute="but_attention", recompute_blocks=CONFIG.depth // 2).work["recomputed"] == but_attention / 2
     assert cost(fp8=True).total < cost().total
+
+
+def test_lora_does_not_repeat_the_last_product_of_a_block():
+    def repeated(**how) -> float:
+        return cost(recompute="but_attention", **how).work["recomputed"]
+
+    flops = 2 * 2 * CONFIG.tokens * CONFIG.hidden_size * CONFIG.mlp_hidden  # of two samples
+    assert repeated() - repeated(lora=Lora(16, 16.0, "")) == pytest.approx(
+        CONFIG.depth * flops / H200.matmul / H200.sustained
+    )
+    assert repeated() == repeated(lora=Lora(16, 16.0, "", ("fc1", "adaLN_modulation.1")))
+
+
+def test_each_pass_waits_for_the_blocks_that_it_can_not_hide():
+    blocks = 2 * CONFIG.depth * CONFIG.whole_block_parameters()
+
+    def waiting(travel: float) -> tuple[float, float]:
+        """Return the seconds of waiting and of computation if a pass's copies take ``travel`` seconds."""
+        how = {"lora": Lora(16, 16.0, ""), "grad_checkpoint": True, "offload": "blocks"}
+        work = cost(hardware=replace(H200, host_link=2 * blocks / travel), **how).work
+        wait = work.pop("waiting for blocks", 0)
+        return wait, sum(seconds for kind, seconds in work.items() if kind != "update")
+
+    both, computing = waiting(1e3)
+    assert both == pytest.approx(2e3 - computing)
+    travel = computing / 3  # longer than the forward pass, shorter than the backward pass
+    wait, _ = waiting(travel)
+    assert 0 < wait < travel and waiting(0.99 * (travel - wait))[0] == 0
+    assert waiting(travel * 1.01)[0] - wait == pytest.approx(0.01 * travel)
 
 
 def test_bytes_of_every_plugin():
