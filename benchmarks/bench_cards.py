@@ -163,7 +163,7 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--folders", type=Path, default=None, help="where the models' folders are written, or lie")
-    parser.add_argument("--only", nargs="*", default=[], help="cases whose names contain one of these")
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose model or name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="small models, without caps")
     parser.add_argument("--seconds", type=float, default=450, help="after which no case is begun")
     add_flags(parser)
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     start, base, rows = time.perf_counter(), {}, []
     folders = args.folders or Path(tempfile.mkdtemp())
     for case in CASES:
-        if args.only and not any(word in case.name for word in args.only):
+        if args.only and not any(word in f"{case.model} {case.name}" for word in args.only):
             continue
         if torch.cuda.is_available() and torch.cuda.device_count() < case.ranks:
             print(f"{case.model} {case.name}: needs {case.ranks} GPUs", flush=True)
