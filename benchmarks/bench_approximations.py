@@ -1,19 +1,17 @@
-"""Measure what approximations of sampling save, and how far their samples are from those of the exact sampler.
+"""Measure how much sampling approximations save, and how far their samples are from the exact sampler's.
 
     python -m benchmarks.bench_approximations --ckpt outputs/000-DiT-Ti-2 outputs/001-vDiT-Ti-822 --samples 10000
 
 The checkpoints are from the embedded demos, digits and moving digits (docs/images.md, docs/video.md). Every setting
-draws the same samples with the same seeds. The table has a row per setting, with these figures:
+draws the same samples with the same seeds. The table has a row per setting, with these columns:
 
 - the exact sampler's block evaluations, divided by this setting's;
-- milliseconds per sample, the median over whole batches after the first;
+- milliseconds per sample, as a median over batches without the first;
 - the relative error of the latents;
-- the share of samples in which a classifier, trained on real samples, sees what was requested (for clips, also the
-  requested direction);
+- the share of samples in which a classifier finds the requested digit (and for clips, the requested direction);
 - the Fréchet distance to real training samples, with the features of ``opendit evaluate --features digits``.
 
-For comparison, further rows use the exact sampler with fewer steps. benchmarks/plot.py draws the rows of
-results.csv."""
+Some rows use the exact sampler with fewer steps, for comparison. benchmarks/plot.py plots the rows of results.csv."""
 
 import argparse
 import statistics
@@ -90,7 +88,7 @@ class Digits:
 
 
 class Clips:
-    """Clips of moving digits, from a model with captions."""
+    """Clips of moving digits, from a model with captions as conditions."""
 
     sampler, scale = None, 3.0
 

@@ -3,10 +3,10 @@
     python benchmarks/bench_attention.py [--kernels cudnn flash_attn] [--lengths 8192 74240] [--seconds 170] [--record]
 
 q, k, v are views of one tensor (B, N, 3, H, d), as in a block. The program first compares outputs and gradients of
-short sequences with float64, and checks whether the gradients have the same bits in every run. It then measures speeds
-on batches of about TOKENS tokens: 4 B H N^2 d FLOP forward, and 2.5 times as many backward, divided by the median time.
-The kernels take turns. If a kernel fails, its error is printed and the others continue. Cases for which --seconds
-leaves no time are listed."""
+short sequences with float64, and checks whether repeated runs give bit-identical gradients. It then measures speeds on
+batches of about TOKENS tokens, counting 4 B H N^2 d FLOP forward and 2.5 times as many backward. The kernels take
+turns. If a kernel fails, its error is printed and the others continue. Cases that did not start within --seconds are
+listed."""
 
 import argparse
 import contextlib
@@ -35,9 +35,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS = {64: 24, 72: 16, 128: 24}  # DiT-XL has 16 of 72, vDiT-7B has 24 of 128
 LENGTHS = (8192, 74240, 256, 1024, 32768)  # the most interesting first
 SHORT = (257, 1024)  # short enough for an N x N matrix in float64
-TOKENS = 32768  # minimum tokens of a case, over all samples
+TOKENS = 32768  # tokens in a case, over all samples; a longer sequence is a batch by itself
 BASELINE = "cudnn"
-AT_ONCE = 3  # calls queued together; few, because the queue is short
+AT_ONCE = 3  # calls queued together, few enough for the launch queue
 
 
 @functools.cache
@@ -58,7 +58,7 @@ class Kernel:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Attend]:
-        """Yield the attention function. Inside, torch's deterministic mode is set as this kernel needs it."""
+        """Yield the attention function. Set torch's deterministic mode as the kernel needs it."""
         before = torch.are_deterministic_algorithms_enabled()
         memory: Any = torch.utils.deterministic
         memory.fill_uninitialized_memory = False  # as in training
@@ -164,7 +164,7 @@ def median_ms(call: Callable[[], object], milliseconds: int, device: str) -> flo
 
 
 def device_ms(call: Callable[[], object], milliseconds: int, device: str) -> float:
-    """Return the median like :func:`median_ms`, but without the host's time: calls are queued while the GPU waits."""
+    """Return the median time without the host's: calls are queued while the GPU waits."""
     if device == "cpu":
         return median_ms(call, milliseconds, device)
     call()
@@ -189,7 +189,7 @@ def device_ms(call: Callable[[], object], milliseconds: int, device: str) -> flo
 def speeds(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, milliseconds: int) -> tuple[float, float]:
     """Return TFLOP/s forward and backward."""
     _, views, grad = inputs(case, dtype, device)
-    q, k, v = leaves = [view.detach().requires_grad_() for view in views]  # same memory, but dq, dk, dv stay apart
+    q, k, v = leaves = [view.detach().requires_grad_() for view in views]  # shared memory, but separate gradients
     with kernel.active() as attend:
         with torch.no_grad():
             forward = median_ms(lambda: attend(q, k, v), milliseconds, device)
@@ -200,7 +200,7 @@ def speeds(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, millisec
 
 
 class Trials:
-    """Runs measurements in turn, and reports failed ones and those for which no time is left."""
+    """Runs measurements until the time is up. Failures are printed, and skipped measurements are recorded."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds

@@ -1,12 +1,12 @@
-"""Compare ``--parallel auto`` with measured steps: is its choice the fastest, and are its times and memory right?
+"""Compare ``--parallel auto`` with measured steps: is its choice the fastest, and how good are its predictions?
 
     python benchmarks/bench_auto.py --plan                  predicted / measured of the steps in results.csv; no GPU
-    python benchmarks/bench_auto.py --gpus 4 [--results FILE]     trains stacks of 8 layers by several products each
+    python benchmarks/bench_auto.py --gpus 4 [--results FILE]     trains models of 8 layers with several products
 
-A product is a combination of sizes of data, tensor, sequence, expert and pipeline parallelism. It is measured by a run
-of train.py under torchrun, on a model of 8 layers and random latents. For each pair of model and length, the products
-that auto ranks best are measured, including its choice. Results are stored in --outputs. If --seconds is reached, the
-program stops with a message, and the next call continues.
+A product is a combination of data, tensor, sequence, expert and pipeline parallel sizes. It is measured by running
+train.py under torchrun with a model of 8 layers and random latents. For each pair of model and length, the products
+that auto ranks best are measured, including its choice. Results are stored in --outputs. If --seconds may not be enough
+for the next run, the program stops, and calling it again continues.
 """
 
 import argparse
@@ -43,10 +43,9 @@ LONG = f"--model vDiT-XL/222 --use_video {FAST} --num_classes 1000 --image_size 
 
 @dataclass(frozen=True)
 class Known:
-    """A step in results.csv, and the flags that produced it. The newest row with this bench, case and number of GPUs
-    counts.
+    """A step in the newest matching row of results.csv, and the flags that produced it.
 
-    metric: "ms", or samples/s on all GPUs."""
+    metric: "ms", "train ms", or "img/s" on all GPUs."""
 
     bench: str
     case: str
@@ -172,7 +171,7 @@ PAIRS = {  # model of 8 layers and length -> (flags, samples per step on 4 GPUs)
     "7B, 74k tokens": ("--recipe mock_pretrain_7b_768p --model vDiT-7Bx8/122", 2),
     "28B, 8k tokens": ("--recipe mock_pretrain_28b_256p_joint --model vDiT-28Bx8/122", 8),
 }
-RUN = (__file__, "run")  # train.py with additional models of 8 layers
+RUN = (__file__, "run")  # train.py plus the models of 8 layers
 TARGET = 1.05  # largest acceptable ratio to the best product's time
 
 
@@ -211,7 +210,7 @@ def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCT
 
 
 def typed(words: str, one: Priced) -> str:
-    """Return a product's flags. They override a recipe's."""
+    """Return ``words`` plus a product's flags, which override the recipe's."""
     recomputed = "" if one.candidate.grad_checkpoint else "--no_grad_checkpoint"
     return f"{words} {recomputed} {one.candidate}"
 

@@ -1,23 +1,23 @@
-"""Measure the cost of communication in one ST-DiT block, forward and backward, whose tokens all ranks share.
+"""Measure what communication costs in one ST-DiT block, forward and backward, with its tokens split over all ranks.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_axial.py [--full_attention] [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_axial.py --frames 4 --places 12 --hidden 48 --heads 4
 
 The variants:
 
-    compute only       the block without exchanges, on meaningless numbers and without an extra pass over memory
+    compute only       the block without exchanges and the copies they need; its results are meaningless
     blocking           one all-to-all before and one after attention
-    collectives x G    these all-to-alls, cut into G parts
-    direct x G         exchanges of G parts through symmetric memory
-    ring               the baseline: tokens are divided by position, and keys and values travel around the ranks
-    default            the variant that a run uses
+    collectives x G    these all-to-alls, split into G parts
+    direct x G         the exchanges in G parts, through symmetric memory
+    ring               the baseline: tokens are split by position, and ring attention exchanges keys and values
+    default            the variant that training uses
 
-In all variants but ring, attention to all tokens is shared as ``--sequence_parallel_type auto`` chooses. A variant's
-figure is the time of compute only divided by the variant's time; 1 means that communication costs nothing. On CPUs the
-figure means nothing.
+With --full_attention, attention to all tokens is split as ``--sequence_parallel_type auto`` chooses, except in compute
+only and ring. A variant's ratio is the time of compute only divided by the variant's time; 1 means that communication
+costs nothing. On CPUs the ratio is meaningless.
 
-On GPUs each variant is a CUDA graph. Every timing trial is between two trials of compute only, and the result is the
-median ratio to these. First, on a small grid, each variant's output and gradients are compared with one rank's."""
+First, each variant's output and gradients on a small grid are compared with one rank's. On GPUs each variant is then
+timed as a CUDA graph. Every trial runs between two trials of compute only, and the median ratio to these counts."""
 
 import argparse
 import functools
@@ -52,14 +52,14 @@ PARTS = (1, 2, 4)
 
 
 class Nothing:
-    """Exchange without communication: a rank's tokens serve as tokens in the other layout."""
+    """Exchange that sends nothing and treats a rank's tokens as if they were in the other layout."""
 
     def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
         return attend(x, slice(0, grid.share(grid.away)))
 
 
 class InPlace:
-    """Layout for attention within frames if tokens are divided by position. The ring fetches the other positions."""
+    """Exchange for tokens split by position: nothing moves here, because ring attention fetches keys and values."""
 
     def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
         return attend(x, slice(0, grid.sizes[FRAMES]))

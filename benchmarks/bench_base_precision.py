@@ -2,11 +2,11 @@
 
     python benchmarks/bench_base_precision.py [--blocks 2 4] [--tokens 1024] [--width 3072] [--fp8]
 
-The model is a FLUX.1 with random weights, N(0, 1 / inputs), and a non-zero LoRA of rank 16. Errors are RMS differences
-relative to a model that computes in float32 with the same weights. For gradients, the table has the median and the
-maximum over all matrices A, and over all matrices B. The first row shows the error of bf16 alone; on a CPU, which
-computes in fp32, it is zero. --fp8 adds products in FP8 on GPUs that support them. The table also has the blocks' bytes
-per weight."""
+The model is FLUX.1 with random weights from N(0, 1 / inputs) and a non-zero LoRA of rank 16. Errors are relative RMS
+differences from a model that computes in float32 with the same weights. For gradients, the table has the median and the
+maximum over all LoRA matrices A, and over all B. The first row shows the error of bf16 alone. On a CPU this error is
+zero, because models compute in fp32 there. --fp8 adds rows with FP8 matrix products. The table also has the bytes per
+weight in the frozen layers."""
 
 import argparse
 import math

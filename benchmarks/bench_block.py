@@ -4,10 +4,10 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_block.py ...
     python benchmarks/bench_block.py --tiny
 
-A block's time, forward and backward, is half of the difference between networks with three blocks and with one. The
-floor is the time of the block's products and attention alone, with their gradients. The networks and the floor take
-turns for --rounds rounds, and medians are reported. Several ranks share a sample's tokens by Ulysses. Each rank holds
-all weights, and no gradients are summed."""
+A block's time, forward and backward, is half the difference between the times of a three-block and a one-block network.
+On one GPU the floor is also measured, the time of the block's products and attention alone with their gradients. The
+networks and the floor take turns for --rounds rounds, and medians are reported. Several ranks split a sample's tokens
+with Ulysses. Each rank holds all weights, and gradients are not summed over ranks."""
 
 import argparse
 import statistics

@@ -1,15 +1,15 @@
-"""Time LoRA steps of FLUX.1 and Wan-1.3B with train.py on one GPU whose memory is capped like that of smaller cards.
+"""Time LoRA steps of FLUX.1 and Wan-1.3B with train.py on one GPU, with its memory capped to the size of smaller cards.
 
-Also time steps of all of FLUX.1's weights on two GPUs, with blocks, gradients and the state in host memory.
+Also time steps that train all of FLUX.1's weights on two GPUs, with blocks or optimizer state offloaded to the host.
 
     python benchmarks/bench_cards.py [--folders FOLDER] [--only 14.5 wan] [--seconds 450] [--results FILE] [--record]
     python benchmarks/bench_cards.py --only whole    all weights, on two GPUs
     python benchmarks/bench_cards.py --tiny          small models on a CPU, to try this file
 
-The weights have the published sizes. Weights, latents and embeddings are random (--data_path mock). Every case is a
-separate process that calls ``torch.cuda.set_per_process_memory_fraction`` with its cap. As in torch's own figures, the
-cap does not include the CUDA context. The figures are the median of the STEPS steps after WARMUP, and the peaks of the
-memory that torch allocated and reserved. The estimate is memory.py's for the same flags.
+The models have the published sizes. Weights, latents and embeddings are random (--data_path mock). Every case is a
+separate process that calls ``torch.cuda.set_per_process_memory_fraction`` with its cap. Like torch's memory statistics,
+the cap excludes the CUDA context. A case runs STEPS steps and reports the median step time after WARMUP steps, the
+peaks of the memory that torch allocated and reserved, and the memory that train.py estimated.
 
 A case that does not fit prints one line, and the others run. After --seconds no new case begins. Cases with more ranks
 than GPUs are left out. A case without updates runs the same passes and drops the gradients."""
@@ -52,8 +52,8 @@ class Case:
     """A run under a memory cap.
 
     Attributes:
-        cap: GiB; None: no cap.
-        limit: largest acceptable ratio to the step time of the first case with equal :attr:`compared`; None: no limit.
+        cap: in GiB, or None.
+        limit: largest acceptable ratio to the step time of the first case with the same :attr:`compared`, if any.
         ranks: number of processes.
         updates: False to leave the update out of every step.
     """
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def compared(self) -> tuple[str, int]:
-        """Cases with equal values are compared with the first of them."""
+        """Key of the cases that are compared with each other, namely with the first one."""
         return self.model, self.ranks
 
 
@@ -105,7 +105,7 @@ TINY_FLAGS |= {"--fp8": "", "--enable_cuda_graph": "", "--lora 16": "--lora 2", 
 
 
 def without_update(self: Any) -> Any:
-    """Replace a fsdp engine's step: drop the gradients."""
+    """Replacement for ``FSDPEngine._step`` that drops the gradients and updates nothing."""
     from opendit.parallel.engines import StepResult
 
     self.model.zero_grad(set_to_none=True)
@@ -116,7 +116,7 @@ def without_update(self: Any) -> Any:
 
 
 def run(argv: list[str], cap: float | None, updates: bool = True) -> None:
-    """Train under the cap in this process, and print the peaks in the last line."""
+    """Run train.py in this process with at most ``cap`` GiB, then print the memory peaks."""
     import train
     from opendit.parallel.engines.fsdp import FSDPEngine
 
@@ -132,7 +132,7 @@ def run(argv: list[str], cap: float | None, updates: bool = True) -> None:
 
 
 def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
-    """Return a step's seconds, the peaks and the estimate. Raises RuntimeError with a failed run's last lines."""
+    """Return a case's step time, memory peaks and estimate. Raises RuntimeError with a failed run's last lines."""
     flags = f"{case.flags} {COMMON}"
     for word, other in TINY_FLAGS.items() if tiny else ():
         flags = flags.replace(word, other)
@@ -153,7 +153,7 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
         lines = [json.loads(line) for line in log.read_text().splitlines()]
     found = {"step s": statistics.median(1 / line["samples_per_s"] for line in lines[WARMUP:])}
     for line in done.stdout.splitlines():
-        if line.startswith("PEAKS"):  # the last rank to end; other ranks differ little
+        if line.startswith("PEAKS"):  # with several ranks the last line counts; they differ little
             found["allocated GiB"], found["reserved GiB"] = map(float, line.split()[1:])
         if line.startswith("memory: "):
             found["estimated GiB"] = float(line.split()[1])

@@ -1,12 +1,11 @@
-"""Measure a save with whole tensors and with shards: stall, write and load times, and host memory per rank.
+"""Compare checkpoints with whole tensors and with shards: stall, write and load times, and host memory per rank.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_checkpoint.py [--formats sharded] [--results FILE] -- \\
         --plugin fsdp --model vDiT-7B/122 --use_video --data_path mock --mixed_precision bf16
     python benchmarks/bench_checkpoint.py -- --model DiT-Ti/2 --image_size 64 --batch_size 4          (a CPU)
 
-Flags of train.py follow after ``--``: the model, the plugin, the averages. ``--blocks N`` uses only N blocks of the
-model, so that the width of a model that does not fit can be measured. No step is trained; the moments are created as in
-the first save.
+Flags of train.py, such as the model and the plugin, follow ``--``. ``--blocks N`` keeps only N blocks of a model that
+would not fit otherwise. No step is trained; the optimizer's moments are created before the first save.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Find flags of train.py that give better pictures in the same GPU time: train and measure rows of flags on CIFAR-10.
+"""Compare flags of train.py by the quality of CIFAR-10 pictures after the same GPU time. A row is a set of flags.
 
     python benchmarks/bench_cifar10.py --data CIFAR --rows base modern --gpus 2            a row on each GPU at once
     python benchmarks/bench_cifar10.py --data CIFAR --rows base --seeds 1 2 3 --gpus 3     the noise between seeds
@@ -6,23 +6,22 @@
     python benchmarks/bench_cifar10.py --list                                              the rows, with their flags
     python benchmarks/bench_cifar10.py --outputs FOLDER --plot                             plot existing results again
 
-CIFAR holds train/CLASS/*.jpg and test/CLASS/*.jpg, or train.jpegs with train.npz and test.jpegs with test.npz. A row is
-a run of train.py for --seconds of training, not counting start-up and checkpoints. The training time is divided into
---points equal parts, and the checkpoint nearest to the end of each part is measured. From each checkpoint, --samples
-pictures are drawn with the averaged weights and without guidance, the same number for every class, and compared with
-the test pictures:
+The folder CIFAR has train/CLASS/*.jpg and test/CLASS/*.jpg, or train.jpegs with train.npz and test.jpegs with
+test.npz. train.py runs each row for --seconds of training, not counting start-up and checkpoints. The training time is
+divided into --points equal parts, and the checkpoint nearest to the end of each part is measured. From each checkpoint,
+--samples pictures are drawn with the averaged weights and without guidance, the same number for every class, and
+compared with the test pictures:
 
     frechet    Fréchet distance in the penultimate features of a classifier that this program trains once
     accuracy   share of samples in which the classifier sees the requested class
-    copies     share of samples that are more similar to a training picture, pixel by pixel, than 99 % of the test
-               pictures are
+    copies     share of samples whose pixels are closer to a training picture than those of 99 % of the test pictures
 
-Rows with --repa are aligned with a vision transformer that this program trains once, without labels (SimCLR; Chen et
-al. 2020). The transformer's nearest-neighbour accuracy on the test pictures is written to real.json.
+Rows with --repa use a vision transformer that this program trains once, without labels (SimCLR; Chen et al. 2020). Its
+nearest-neighbour accuracy on the test pictures is written to real.json.
 
 OUTPUTS gets classifier.safetensors, a JSON file for each row, results.json with all rows, and recipes.png, which plots
 the distance against pictures seen and against GPU seconds. ``--tiny`` tests the program on a CPU in a minute; its
-figures mean nothing.
+figures are meaningless.
 """
 
 import argparse
@@ -94,8 +93,8 @@ ROWS |= {
 }
 ROWS |= {
     "muon": "--optimizer muon",
-    "power": f"{SPRINT} --average power:0.05,0.10",  # measure it with --widths
-    "meanflow": "--objective meanflow",  # measure it with --steps 1 and 2
+    "power": f"{SPRINT} --average power:0.05,0.10",  # to be measured with --widths
+    "meanflow": "--objective meanflow",  # to be measured with --steps 1 and 2
     "meanflow_guided": "--objective meanflow --meanflow_guidance 1.5",
 }
 PIXELS_64 = "--model DiT-S/16 --image_size 64"  # a token of width 384 has 768 values; measured at 32 px
@@ -280,7 +279,7 @@ def train_classifier(
 
 
 def load_classifier(file: Path, device: torch.device) -> Classifier:
-    """Return the stored classifier in fp32. Switch TF32 off, because it would make small distances inaccurate."""
+    """Return the stored classifier in fp32. Also turn TF32 off, which would make small distances inaccurate."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     with safe_open(file, "pt") as stored:
@@ -448,8 +447,7 @@ def floor(classifier: Classifier, train: Pictures, test: Pictures) -> dict[str, 
 
 
 def seconds_of(lines: Sequence[dict[str, Any]], batch: int, step: int | None = None) -> float:
-    """Return the seconds of training up to a step, at the median speed in the log. step: None means the last logged
-    step.
+    """Return the seconds of training up to ``step``, or up to the last logged step, at the median speed in the log.
 
     The first line includes compilation, so it counts only if it is the only one."""
     if not lines:
@@ -485,7 +483,7 @@ def flags_of(args: argparse.Namespace, own: str, seed: int) -> list[str]:
             values = last[word.replace("--no_", "--").partition("=")[0]] = [word]
         else:
             values.append(word)
-    if "--average" in last:  # it replaces --ema_decay
+    if "--average" in last:  # replaces --ema_decay
         del last["--ema_decay"]
     return [word for values in last.values() for word in values]
 

@@ -1,13 +1,12 @@
-"""Measure how long steps of train.py wait for data that is read live from tars: pictures, or latents of pictures or
-clips.
+"""Measure how long train.py waits for data from tars: pictures, or latents of pictures or clips.
 
     python benchmarks/bench_data_wait.py [--only latents] [--num_workers 12] [--results CSV]
-    python benchmarks/bench_data_wait.py --tiny                 small models and few samples: tries it without a GPU
+    python benchmarks/bench_data_wait.py --tiny                 small models and few samples, to try it without a GPU
 
-The program first makes the data like a user: JPEGs of 512 pixels and MP4 clips of 256 in tars, and their latents by a
-VAE of Stable Diffusion's shape with random weights. "pictures" are decoded, cropped to 256 pixels and encoded during
-training. Their VAE has a 32nd of the widths, because a full one would hide the wait. The wait is ``data_wait_s`` in
-log.jsonl, as a share of the steps' time.
+The program first makes the data with preprocess.py: JPEGs of 512 pixels in tars, and latents of them and of MP4 clips
+of 256 pixels. The VAE has Stable Diffusion's shape and random weights. In the case "pictures", JPEGs are decoded,
+cropped to 256 pixels and encoded during training. This case divides the VAE's widths by 32, because a full VAE would
+hide the wait. The reported wait is log.jsonl's ``data_wait_s`` divided by the step time.
 """
 
 import argparse
@@ -38,10 +37,7 @@ FRAMES, NARROWER = 16, 32
 
 @dataclass(frozen=True)
 class Case:
-    """A run to measure.
-
-    model, batch: the run's. tiny: the run's model without a GPU. flags: further flags of train.py. data: the data's
-    folder. about: description of the data."""
+    """A run to measure. tiny: the model with --tiny. flags: further flags of train.py. data: folder of the data."""
 
     name: str
     model: str
@@ -108,7 +104,7 @@ def make_data(folder: Path, names: set[str], args: argparse.Namespace) -> None:
 
 
 def measure(case: Case, folder: Path, args: argparse.Namespace) -> tuple[float, float]:
-    """Return (wait as a share of the time, samples per second) of a run, without the first ``WARMUP`` steps."""
+    """Run a case and return (the wait as a share of the time, samples per second) after ``WARMUP`` steps."""
     outputs = folder / f"run_{case.name}"
     batch, model = (4, case.tiny) if args.tiny else (case.batch, case.model)
     flags = f"--model {model} --batch_size {batch} --image_size {args.side} --data_path {folder / case.data} "

@@ -1,11 +1,11 @@
-"""Compare decord, PyAV and torchcodec on one thread: speed of reading clips, and equality of pixels.
+"""Compare how fast decord, PyAV and torchcodec read clips on one thread, and whether they return the same pixels.
 
     python -m benchmarks.bench_decoders [--rounds 5] [--sizes 64x64 320x240] [--codecs h264 mpeg4 vp9 av1]
 
-decord is ``pip install decord2``, and torchcodec needs FFmpeg's shared libraries. A decoder that can't be loaded, or
-crashes, is reported and left out. Every decoder runs in a separate process, like a loader's worker. The decoders take
-turns, and each round reverses their order. Each opens the file and reads 16 frames, every third one, as full-size RGB.
-Times are the processor seconds of the process.
+Install decord with ``pip install decord2``; torchcodec needs FFmpeg's shared libraries. A decoder that can't be loaded
+or crashes is reported and left out. Every decoder runs in a separate process, like a loader's worker. The decoders take
+turns, and each round reverses their order. Each one opens the file and reads every third frame, 16 in all, as full-size
+RGB. Times are CPU seconds of its process.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CODECS = {
 
 
 def write(path: str, width: int, height: int, codec: str, length: int = LENGTH, seed: int = SEED) -> None:
-    """Write a clip of drifting, blurred noise with some grain. Decoding takes about as long as for a camera's clip."""
+    """Write a clip of drifting, blurred noise with some grain, which takes about as long to decode as a filmed clip."""
     os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints a page per file
     import av
 

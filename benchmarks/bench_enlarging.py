@@ -1,8 +1,8 @@
-"""Time enlarging clips on a GPU against encoding them by a VAE of Stable Diffusion's shape, and compare it with a CPU.
+"""Time how long a GPU takes to enlarge clips and to encode them with a VAE of Stable Diffusion's shape.
 
     python benchmarks/bench_enlarging.py [--clips 16] [--results CSV]
 
-The exit code is 1 unless the GPU's result is bit-identical to the CPU's.
+The exit code is 1 unless the enlarged frames are bit-identical to those that torch computes on the CPU.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Time training steps of EC-DiT with fsdp: all experts on every rank, against experts divided among the ranks.
+"""Compare EC-DiT training steps under fsdp with all experts on every rank and with experts divided among the ranks.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_experts.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_experts.py --tokens 32 --model EC-DiT-Ti/2     (CPUs)
 
-The batch is the same, by default one sample per rank. In "nothing sent" the experts are divided, but tokens stay on
-their ranks; the difference to "experts divided" is the cost of the all-to-alls. Every timing trial is between two
-trials of the first variant, and the result is the median ratio to these. In the first variant, a rank gathers all
-experts' weights."""
+In the first variant, "every expert on every rank", a rank gathers all experts' weights. In "nothing sent" the experts
+are divided, but tokens stay on their ranks, so the difference from "experts divided" is the cost of the all-to-alls.
+The batch is the same in all variants. Every trial runs between two trials of the first variant, and the median ratio to
+these counts."""
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ GIB = 2**30
 
 @contextlib.contextmanager
 def sending(really: bool) -> Iterator[None]:
-    """Inside the block, send tokens to their experts' ranks if ``really``; otherwise tokens stay."""
+    """Keep tokens on their ranks inside the block unless ``really``."""
     stays = mock.patch.object(collectives, "_start_all_to_all", lambda send, *_: collectives.Flight([], send, send))
     with contextlib.nullcontext() if really else stays:
         yield

@@ -1,4 +1,4 @@
-"""Cause faults that may happen to users, and check the consequences of each.
+"""Cause the faults that users may meet, and check what each one does to a run.
 
     python benchmarks/bench_faults.py [--list] [--only NAME ...] [--csv FILE] [--record]
 
@@ -7,11 +7,11 @@ program then checks:
 
 - whether all processes end, within 15 s of the fault unless they should continue;
 - the exit code and the last line;
-- whether a process is left, or takes memory without bound;
-- whether the newest checkpoint is intact, and a resume from it ends bit-identical to an undisturbed run.
+- whether a process is left running, or its memory grows without bound;
+- whether the newest checkpoint is intact, and a run resumed from it ends bit-identical to an undisturbed run.
 
-Small disks are mounted where only this program sees them. A fault that can't be caused on this machine is reported and
-left out. The exit code is 1 if anything was lost or hung, or did not end as it should.
+Small disks are mounted in a private namespace. A fault that can't be caused on this machine is reported and left out.
+The exit code is 1 if anything was lost, hung, or did not end as it should.
 """
 
 import argparse

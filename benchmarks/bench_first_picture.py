@@ -3,8 +3,8 @@
     python benchmarks/bench_first_picture.py [--model DiT-XL/2] [--trials 3] [--results CSV]
 
 The program writes a checkpoint and a VAE of Stable Diffusion's shape, both with random values, into a temporary folder.
-It then starts ``sample.py --profile`` for one picture --trials times in sequence, with the files in the system's cache.
-The first start may compile kernels, and is reported separately. Of the others, the median is reported."""
+It then runs ``sample.py --profile`` for one picture, --trials times in sequence, with the files in the page cache. The
+first start may compile kernels, so it is reported separately from the median of the others."""
 
 import argparse
 import json
