@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -81,6 +82,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     dataset, validation = held_out(flags, dataset)
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
+
     resume = find_checkpoint(flags.load, flags.outputs, flags.model, mesh) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
@@ -92,6 +94,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     config, objective, vae = plan.config, plan.objective, plan.vae
     if config.given_beside and isinstance(dataset, MockDataset):
         raise ValueError(f"--data_path mock: has no first frames, which {flags.model} takes; give clips")
+
     dataset = shape_samples(flags, dataset, config)
     validation = None if validation is None else shape_samples(flags, validation, config)
     samples = samples_at_once(flags, config)
@@ -104,19 +107,12 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         check_offload(config, setup, samples, ranks, flags.save)
     sequence = _sequence(flags, config, mesh, samples, notes)
     stages = mesh_stages(mesh, config, flags.pipeline_schedule)
+
     stored = stored_fingerprint(resume.state) if resume else {}
     parts = parts_of_run(stored, flags, global_batch, mesh.dims.ep) if resume else None
     schedule = make_schedule(flags, dataset, global_batch, config, parts)
     if resume and isinstance(schedule, PackSchedule):
-        if (packs := resume.state.get("packs")) is not None:
-            schedule.restore(packs, resume.state["step"])
-            if "step" not in packs:
-                notes.append(
-                    "--pack_tokens: the checkpoint's packs were planned by another rule; the run goes on from where "
-                    "their last window began, so that some of its samples come once more"
-                )
-        else:
-            schedule.begin_at(resume.state["step"])
+        _resume_packs(schedule, resume, notes)
     if resume:
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
@@ -126,6 +122,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     flags = replace(flags, ema_warmup=bool(ema_warmup))
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
+
     codec = _codec(flags, dataset, vae, mesh, notes)
     # A public model's text encoders may be larger than the model, so sample grids use cached embeddings.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
@@ -137,21 +134,9 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
         conditioner.encoder = None  # frees memory for the model
     if mesh.is_main:
-        notes += everything.describe().notes
-        encoder = getattr(conditioner, "encoder", None)
-        # fit_captions has already counted the bytes encoder's captions
-        if not (config.text and config.text.inside):
-            notes += caption_notes(everything, config.text, encoder)
-        if validated_apart is not None:
-            notes += validated_apart.describe().notes
-            notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
-    teacher = None
-    if flags.repa is not None:
-        spatial, dtype = flags.repa_projector == "conv", PRECISIONS[flags.mixed_precision]
-        if flags.repa == CACHED_FEATURES:
-            teacher = CachedTeacher(flags.repa_weight, spatial)
-        else:
-            teacher = VisionTeacher(flags.repa, config.grid, flags.repa_weight, spatial, mesh.device, dtype)
+        notes += _notes_of_data(everything, validated_apart, config, getattr(conditioner, "encoder", None))
+    teacher = None if flags.repa is None else _teacher(flags, config, mesh)
+
     dtype, head_dim = PRECISIONS[flags.mixed_precision], config.hidden_size // config.num_heads
     packs = flags.pack_tokens is not None
     kernels = select_kernels(flags, mesh.device, dtype, head_dim, config.tokens, packs=packs)
@@ -160,6 +145,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     memory = replace(setup, fused=fused, fp8=kernels.ops.float8)
     capacity = card_memory(mesh.device)
     sharding = choose_sharding(config, memory, samples, capacity) if flags.plugin == "fsdp" else None
+
     folder = _folder(flags, resume, mesh, notes)
     lock, lock_notes = lock_folder(
         folder, mesh, f"--load {flags.load}", "stop it, or start a new run without --load", written=WRITTEN
@@ -172,6 +158,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
             f"{resume.folder} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on"
         )
     ignored = PLUGINS[flags.plugin].ignores.get("compile")
+
     run = Run(
         flags=flags,
         mesh=mesh,
@@ -209,6 +196,41 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     if resume:
         notes += changes(stored, run.fingerprint, first_step)
     return run
+
+
+def _resume_packs(schedule: PackSchedule, resume: Checkpoint, notes: list[str]) -> None:
+    """Make ``schedule`` continue after the checkpoint's step."""
+    packs, step = resume.state.get("packs"), resume.state["step"]
+    if packs is None:
+        schedule.begin_at(step)
+        return
+    schedule.restore(packs, step)
+    if "step" not in packs:
+        notes.append(
+            "--pack_tokens: the checkpoint's packs were planned by another rule; the run goes on from where their last "
+            "window began, so that some of its samples come once more"
+        )
+
+
+def _notes_of_data(
+    everything: MediaDataset, validation: MediaDataset | None, config: DiTConfig, encoder: Any
+) -> Iterator[str]:
+    """Yield notes about the training data and about --validate_path's data, if any."""
+    yield from everything.describe().notes
+    # fit_captions has already counted the bytes encoder's captions
+    if not (config.text and config.text.inside):
+        yield from caption_notes(everything, config.text, encoder)
+    if validation is not None:
+        yield from validation.describe().notes
+        yield from caption_notes(validation, config.text, encoder, "captions of --validate_path")
+
+
+def _teacher(flags: TrainConfig, config: DiTConfig, mesh: Mesh) -> CachedTeacher | VisionTeacher:
+    assert flags.repa is not None
+    spatial, dtype = flags.repa_projector == "conv", PRECISIONS[flags.mixed_precision]
+    if flags.repa == CACHED_FEATURES:
+        return CachedTeacher(flags.repa_weight, spatial)
+    return VisionTeacher(flags.repa, config.grid, flags.repa_weight, spatial, mesh.device, dtype)
 
 
 def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
