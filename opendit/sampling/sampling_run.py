@@ -152,11 +152,7 @@ def load_run(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
 def _load(
     flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager[Any], notes: list[str]
 ) -> SamplingRun:
-    ckpt = checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
-    if (width := flags.ema) is not None:
-        group = ControlGroup(mesh)
-        made = group.together(lambda: reconstruct(ckpt, width) if mesh.is_main else None, ValueError, OSError)
-        ckpt = cast(Path, group.gather(made)[0])
+    ckpt = _checkpoint(flags, mesh)
     shared = (flags, flags.attention, flags.mixed_precision)
     if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
         # check this before the weights are read
@@ -179,19 +175,9 @@ def _load(
     model, weights, objective = loaded.network, loaded.weights, loaded.objective
     config, dtype = model.config, PRECISIONS[flags.mixed_precision]
     notes += loaded.notes
-    steps, scale = loading.usual_settings(config, flags.num_sampling_steps, flags.cfg_scale, weights)
-    usual = {"num_sampling_steps": steps, "cfg_scale": scale}
-    flags = replace(flags, **{name: value for name, value in usual.items() if name not in flags.given})
-    if flags.sampler is None and "sampler" in weights.info:
-        flags = replace(flags, sampler=weights.info["sampler"])
-    asked = ("cfg_parallel", "cfg_interval", "cfg_channels", "negative_prompt")
-    how = flags.cfg_scale, flags.guidance_by, flags.guidance_every
-    loading.check_guidance(config, weights, *how, **{name: getattr(flags, name) for name in asked})
-    check_fits(flags, config, weights)
+    flags = with_usual_settings(flags, config, weights)
+    check_fits(flags, config, weights, loaded.vae)
     objective.choose(flags.sampler)
-    for name in ("vae_tiling", "vae_compile"):
-        if getattr(flags, name) and loaded.vae == "none":
-            raise ValueError(f"--{name}: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
     size = loading.latent_size(config, weights, loaded.vae, flags.num_frames, flags.image_size)
     long = config.is_video and mesh.device.type == "cpu" and math.prod(config.grid_of(size)) > 4096
     if isinstance(config, PublicConfig) and long and {"num_frames", "image_size"}.isdisjoint(flags.given):
@@ -199,8 +185,7 @@ def _load(
             f"--num_frames: {weights.path} draws clips of {times(size)} latents by default, which takes hours without "
             "a GPU; give --num_frames and --image_size"
         )
-    if flags.fp8:
-        config.check_speed(True, "none")
+
     replica = make_replicas(mesh, flags.cfg_parallel)
     shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, sampling=True)
@@ -210,6 +195,7 @@ def _load(
     shares = sequence if divided is None else TensorParallel(divided, sequence)
     strategy: Any = shares  # Any: the object implements only the methods that this model calls
     model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=strategy)
+
     with stages("VAE: waited for"):
         codec = loaded.codec()
     if (work := loaded.vae_loader.work) is not None:
@@ -269,9 +255,32 @@ def _load(
     )
 
 
-def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> None:
-    """Raise ValueError if a flag does not apply to this model."""
+def _checkpoint(flags: "SampleConfig", mesh: Mesh) -> Path:
+    """Return the checkpoint of --ckpt. With --ema, rank 0 first reconstructs a checkpoint with that average."""
+    ckpt = checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
+    if (width := flags.ema) is None:
+        return ckpt
+    group = ControlGroup(mesh)
+    made = group.together(lambda: reconstruct(ckpt, width) if mesh.is_main else None, ValueError, OSError)
+    return cast(Path, group.gather(made)[0])
+
+
+def with_usual_settings(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> "SampleConfig":
+    """Replace sampling steps, guidance scale and sampler by the model's usual values, if flags do not set them."""
+    steps, scale = loading.usual_settings(config, flags.num_sampling_steps, flags.cfg_scale, weights)
+    usual = {"num_sampling_steps": steps, "cfg_scale": scale}
+    flags = replace(flags, **{name: value for name, value in usual.items() if name not in flags.given})
+    if flags.sampler is None and "sampler" in weights.info:
+        flags = replace(flags, sampler=weights.info["sampler"])
+    return flags
+
+
+def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights, vae: str) -> None:
+    """Raise ValueError if a flag does not apply to this model. vae: path of the VAE, or "none"."""
     path = weights.path
+    asked = ("cfg_parallel", "cfg_interval", "cfg_channels", "negative_prompt")
+    how = flags.cfg_scale, flags.guidance_by, flags.guidance_every
+    loading.check_guidance(config, weights, *how, **{name: getattr(flags, name) for name in asked})
     if config.text is None and flags.prompt:
         raise ValueError(f"--prompt: {path} is conditioned on classes; use --class_labels")
     if config.text is not None and flags.class_labels:
@@ -283,6 +292,11 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
     loading.check_text_encoder(flags.text_encoder, flags.text_precision, config, weights)
     if flags.cfg_channels is not None and flags.cfg_channels > config.in_channels:
         raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels; lower it")
+    for name in ("vae_tiling", "vae_compile"):
+        if getattr(flags, name) and vae == "none":
+            raise ValueError(f"--{name}: {path} draws pixels, no VAE decodes them; leave the flag out")
+    if flags.fp8:
+        config.check_speed(True, "none")
 
 
 def samples_at_once(flags: "SampleConfig") -> int:
