@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sets OpenDiT up: a .venv here unless an environment (venv or conda) is active. Safe to run again.
-#   bash install.sh            what running it takes
-#   bash install.sh test       and what the tests take
-# A torch that is already there is kept. Other packages come in the versions of constraints.txt; with
-# OPENDIT_LATEST=1 in their newest ones.
+# Set up OpenDiT in the active venv or conda environment, or else in .venv in this folder. Safe to run again.
+#   bash install.sh            only what running OpenDiT needs
+#   bash install.sh test       also what the tests need
+# An installed torch is kept. Other packages get the versions in constraints.txt. With OPENDIT_LATEST=1, and on Python
+# 3.10, they get their newest versions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 extra=${1:-}
@@ -15,7 +15,7 @@ if [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
 else
   if [ ! -x .venv/bin/python ]; then
     base=$(command -v python3 || command -v python) || { echo "error: no python3 found; install Python 3.10 or newer" >&2; exit 1; }
-    # A container's own torch stays in use: it was built for that machine.
+    # Keep a container's torch, which was built for its machine.
     share=$("$base" -c 'import importlib.util as u; print("--system-site-packages" if u.find_spec("torch") else "")')
     echo "making .venv ${share:+(sharing the torch of $base)}"
     "$base" -m venv $share .venv || { echo "error: python3 -m venv failed; install your system's python3-venv package, or activate an environment" >&2; exit 1; }
@@ -32,7 +32,7 @@ needed = "torch torchvision timm diffusers transformers av einops safetensors te
 if sys.argv[1] == "test":
     needed += " pytest pytest_timeout xdist hypothesis ruff peft gradio playwright webdataset shtab braceexpand s3fs moto flask flask_cors mkdocs material mkdocstrings basedpyright"
 missing = [name for name in needed.split() if not u.find_spec(name)]
-if not missing:  # the opendit of another checkout would be used silently
+if not missing:  # otherwise the opendit of another checkout would be used silently
     sys.path = [p for p in sys.path if p not in ("", ".")]
     here = pathlib.Path("opendit").resolve()
     spec = u.find_spec("opendit")
@@ -57,7 +57,7 @@ if [ "${OPENDIT_LATEST:-0}" != 1 ] && "$python" -c 'import sys; sys.exit(sys.ver
   fi
 fi
 "$python" -m pip install -q --disable-pip-version-check -c "$constraints" -e ".${extra:+[$extra]}"
-# Colossal-AI's pins (torch<=2.5.1, transformers==4.51.3, ...) are not real for training: see setup.py.
+# Training does not need Colossal-AI's pinned versions (torch<=2.5.1, transformers==4.51.3, ...); see setup.py.
 "$python" -m pip install -q --disable-pip-version-check --no-deps colossalai==0.5.0
 ready >/dev/null || { echo "error: still missing after the set-up: $(ready)" >&2; exit 1; }
 echo "set-up complete: $("$python" -c 'import torch; print("torch", torch.__version__, "with", torch.cuda.device_count(), "GPU(s)")')"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The tests' one command: sets up what is missing, lints, runs the suite. Arguments go to pytest. The tests of
-# tests/thorough.txt, which repeat others over more layouts, are left to the weekly run: bash run_tests.sh -m "".
-# Two tests at a time on CPUs, for most use one core; one at a time with GPUs, which they would have to share.
+# Install what is missing, lint, and run the tests. Arguments go to pytest. Tests in tests/thorough.txt, which repeat
+# others over more layouts, run only weekly and with: bash run_tests.sh -m ""
+# On CPUs two tests run at a time, because most use one core. With GPUs, which tests would have to share, one runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SETUP=test
 . scripts/env.sh
 export OMP_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE  # every process would compile every module, and rewrite the assertions of every test
+unset PYTHONDONTWRITEBYTECODE  # otherwise every process compiles all modules again
 ruff check .
 ruff format --check .
 python scripts/check_pages.py

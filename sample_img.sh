@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Draws pictures.
+# Draw pictures.
 #   bash sample_img.sh                         from the newest run under ./outputs
-#   bash sample_img.sh --ckpt PATH ...         sample.py with these flags, on all GPUs, speed-ups on
+#   bash sample_img.sh --ckpt PATH ...         run sample.py with these flags on all GPUs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/env.sh

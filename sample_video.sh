@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Draws clips.
+# Draw clips.
 #   bash sample_video.sh                            from the newest run under ./outputs
-#   bash sample_video.sh --ckpt PATH --prompt ...   sample.py --use_video with these flags, on all GPUs, speed-ups on
+#   bash sample_video.sh --ckpt PATH --prompt ...   run sample.py --use_video with these flags on all GPUs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/env.sh

@@ -7,11 +7,11 @@ from setuptools.command.build_py import build_py
 
 REMOTE = ["fsspec", "aiohttp"]  # for tars at http:// and https:// addresses
 COMPLETION = ["shtab>=1.7"]
-# The documentation as a site. mkdocs 2 has another plugin format.
+# For the documentation site. mkdocs 2 has a different plugin format.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.30"]
 PAGE = ["gradio>=6"]  # does not accept pillow 13 yet
 TEST = [
-    "basedpyright>=1.39",  # pyright without downloads
+    "basedpyright>=1.39",  # pyright, but downloads nothing at run time
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
@@ -36,8 +36,9 @@ SCRIPTS = ("train.py", "sample.py", "preprocess.py")
 
 
 class BuildWithScripts(build_py):
-    """Puts the root's programs into the wheel as opendit/cli/scripts, for the command ``opendit``. Other packages may
-    have top-level modules called ``train`` and ``sample``. An editable installation runs the programs from the root."""
+    """Copies the root's programs into the wheel as opendit/cli/scripts, where the command ``opendit`` finds them. As
+    top-level modules, ``train`` and ``sample`` could clash with other packages. An editable installation runs the
+    programs from the root."""
 
     def run(self):
         super().run()
@@ -70,15 +71,15 @@ setup(
         "safetensors>=0.4",
         "tensorboard",
         "scikit-learn",
-        "matplotlib",  # pictures of curves
+        "matplotlib",  # plots
         "scipy",  # SVHN's .mat files
         "tqdm",
         "numpy",
         "pillow",
         "pydantic>=2.14",  # checks JSON that is read from disk
-        "pyyaml",  # several sources in one run
-        # colossalai 0.5.0 itself is installed with --no-deps by install.sh: its pins (torch<=2.5.1, ...)
-        # are not real for training. These are what its training path imports:
+        "pyyaml",  # configurations of several data sources
+        # install.sh installs colossalai 0.5.0 with --no-deps, because training does not need its pinned versions
+        # (torch<=2.5.1, ...). Its training code imports these packages:
         "packaging",
         "psutil",
         "rich",

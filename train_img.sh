@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains an image DiT.
-#   bash train_img.sh                                    the embedded demo: learns handwritten digits, draws them
-#   bash train_img.sh --load latest                      goes on with that demo, if it was stopped
-#   bash train_img.sh --data_path FOLDER --model ...     train.py with these flags, on all GPUs, speed-ups on
+# Train an image DiT.
+#   bash train_img.sh                                    the embedded demo: learn handwritten digits and draw them
+#   bash train_img.sh --load latest                      continue the demo if it was stopped
+#   bash train_img.sh --data_path FOLDER --model ...     run train.py with these flags on all GPUs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/env.sh
@@ -18,7 +18,7 @@ fi
 
 started=$SECONDS
 outputs=${OUTPUTS:-./outputs}
-# Small pictures in pixels, 16 tokens each; the recipe is measured in docs/images.md.
+# The pictures are small, 16 tokens each, and are drawn in pixel space. docs/images.md has the recipe's results.
 folder=$(mktemp)
 python scripts/launch.py "$NPROC" --run_folder_file "$folder" "${run[@]}" --recipe digits --outputs "$outputs" "$@"
 run=$(cat "$folder"); rm "$folder"
@@ -26,5 +26,5 @@ alone python sample.py --ckpt "$run" --output "$run/digits" --mixed_precision fp
   --num_sampling_steps 100 --cfg_scale 1.3 --class_labels 0 1 2 3 4 5 6 7 8 9 --num_samples 500 --batch_size 100 \
   --npz "$run/digits.npz"
 echo "The digits: $run/digits/grid.png  (demo took $((SECONDS - started)) s)"
-# Its last line: are they digits, as varied as real ones, and no copies? (docs/evaluation.md)
+# The last line says whether the pictures show digits, vary like real ones, and are not copies (docs/evaluation.md).
 alone python -m opendit evaluate --samples "$run/digits.npz" --features digits --output "$run/evaluation" | tail -n 1

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains a clip model (vDiT).
+# Train a model for clips (vDiT).
 #   bash train_video.sh                                  the embedded demo: moving digits (see docs/video.md)
-#   bash train_video.sh --load latest                    goes on with that demo, if it was stopped
-#   bash train_video.sh --data_path CLIPS.csv --model ...   train.py --use_video with these flags, on all GPUs
+#   bash train_video.sh --load latest                    continue the demo if it was stopped
+#   bash train_video.sh --data_path CLIPS.csv --model ...   run train.py --use_video with these flags on all GPUs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/env.sh
@@ -28,6 +28,6 @@ alone python sample.py --ckpt "$run" --use_video --output "$run/clips" --mixed_p
   --num_sampling_steps 50 --cfg_scale 3 --prompt "a seven moving left" "a three moving up" "a zero moving right" \
   "a four moving down"
 echo "The clips: $run/clips  (demo took $((SECONDS - started)) s)"
-# Its last line: do 100 clips show what their captions ask for, and are they no copies? (docs/evaluation.md)
+# The last line says whether 100 clips show what their captions request and are not copies (docs/evaluation.md).
 alone python -m opendit evaluate --ckpt "$run" --features digits --num_samples 100 --num_sampling_steps 50 \
   --cfg_scale 3 --mixed_precision fp32 --output "$run/evaluation" | tail -n 1

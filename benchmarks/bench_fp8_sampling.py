@@ -1,11 +1,11 @@
-"""Time the parts of a DiT block in float8 in sampling: products, and the kernels that make their inputs.
+"""Time the parts of a DiT block in float8 sampling: matrix products, and the kernels that make their inputs.
 
     python benchmarks/bench_fp8_sampling.py [--samples 2 16 128] [--only PART ...]
 
-Times are microseconds per call, within a CUDA graph of many calls. Each call uses another weight, so that weights come
-from memory as in a model, not from a cache. Products and the kernels for activations are timed in bf16, in float8 with
-one scale per tensor, and in float8 with one scale per row. With one scale per tensor, the kernels' time includes the
-pass that finds the scale."""
+Times are microseconds per call in a CUDA graph of many calls. Each call uses a different weight, so that weights are
+read from memory, as in a model, rather than from a cache. Products and the kernels for activations are timed in bf16,
+in float8 with one scale per tensor, and in float8 with one scale per row. With one scale per tensor, the kernels' time
+includes the pass that computes the scale."""
 
 import argparse
 import itertools

@@ -1,13 +1,13 @@
-"""Does a model continue its conditioning frames? Test it on held-out moving digits, whose next frames are known.
+"""Test how well a model continues conditioning frames, on held-out moving digits with known next frames.
 
     python preprocess.py demo --output videos
     python preprocess.py check videos/demo.csv --output videos/checked.csv --num_frames 8 --frame_interval 6
     python train.py --use_video --recipe digits_video --data_path videos/checked.csv --given_frames random
     python -m benchmarks.bench_given_frames --ckpt outputs/000-vDiT-Ti-822 --output given
 
-The model gets the first K frames of clips of unseen digits, and draws the remaining frames. A digit moves in a straight
-line at constant speed, so two frames determine the next ones. The error is compared with that of a clip that stands
-still after its last conditioning frame. With a single frame, only the caption says where the digit moves.
+The model gets the first frames of clips of unseen digits and draws the others. A digit moves in a straight line at
+constant speed, so two frames determine the next ones. With a single frame, only the caption tells the direction. The
+error is compared with the error of repeating the last conditioning frame.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FRAMES, FULL, SIZE, INTERVAL, SEED = 8, 48, 64, 6, 1
 
 
 def held_out(count: int, side: int) -> tuple[np.ndarray, list[str]]:
-    """Return (count, 8, side, side, 3) uint8, the frames that training would read from such files, and captions."""
+    """Return frames as training would read them, uint8 (count, 8, side, side, 3), and captions."""
     images, labels = digits_split("test")
     random, pairs = np.random.default_rng(SEED), [(digit, way) for digit in range(10) for way in DIRECTIONS]
     clips, captions = [], []

@@ -1,10 +1,10 @@
-"""Compare the fused kernels with a copy, with eager torch and with torch.compile, all measured in one run on a GPU.
+"""Compare the fused kernels with a copy, eager torch and torch.compile in one run on a GPU.
 
     python benchmarks/bench_kernels.py [--batch 512 --length 256 --width 1152 --dtype bf16] [--record]
     python benchmarks/bench_kernels.py --sweep        # launch shapes instead: rows, tiles, warps, stages, ...
 
-An operation's bandwidth is the number of bytes that it must move, divided by its median time. Each activation counts
-once; modulation, statistics and sums do not count. "share of copy bandwidth" is this bandwidth divided by a copy's."""
+An operation's bandwidth is the number of bytes that it must move, divided by its median time. Only activations count,
+each of them once. "share of copy bandwidth" is this bandwidth divided by the bandwidth of a copy."""
 
 import argparse
 import functools
@@ -29,7 +29,7 @@ from opendit.kernels.split_heads import split_heads, split_heads_reference
 from tests.kernels.cases import OPERATORS, Operator, arguments_of, make_inputs, output_gradients
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Function -> number of activation tensors that its (forward, backward) must read or write.
+# Function -> numbers of activation tensors that its forward and backward pass must read or write.
 TENSORS = {
     "layernorm_modulate": (2, 3),
     "residual_layernorm_modulate": (2, 4),  # x is passed through; a second gradient of x is added
@@ -57,7 +57,7 @@ def median_ms(function: Callable[[], object], milliseconds: int) -> float:
 
 @dataclass
 class Inputs:
-    """Leaves and output gradients of one operator, in enough sets to exceed the cache."""
+    """Leaves and output gradients of one operator, in so many sets that they do not fit into the cache."""
 
     op: Operator
     sets: list[tuple[dict[str, Tensor], list[Tensor]]]

@@ -1,14 +1,12 @@
-"""Does a run survive kills? `kill -9` a random rank at random moments; the result must equal that of an undisturbed
-run.
+"""Kill random ranks of a run with SIGKILL at random moments. After restarts, the result must not differ.
 
     python benchmarks/bench_kills.py [--kills 30] [--plugin zero2] [--checkpoint_format whole] [--results FILE]
 
 Two gloo ranks train a tiny model on a CPU and save every step. Repeatedly, one rank is killed, then the other, as
-torchrun does, and the run is restarted with ``--load latest``. Every second kill happens during a save, the others
-between the middle of a start-up and a second after it. A kill counts as inside a save if the folder of an incomplete
-checkpoint existed just before the kill and still exists after the process has ended. The exit code is not 0 if any bit
-of the weights, moments or average differs from the undisturbed run, if a loss differs, or if too few kills happened
-during a save.
+torchrun does, and the run is restarted with ``--load latest``. Half of the kills are aimed at saves, and the others at
+the time between the middle of a start-up and a second after it. A kill counts as inside a save if the folder of an
+incomplete checkpoint existed just before the kill and still exists afterwards. The exit code is 1 if any weight,
+moment, average or loss differs from the undisturbed run, or if too few kills happened during a save.
 """
 
 import argparse

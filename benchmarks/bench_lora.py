@@ -1,10 +1,15 @@
-"""Time LoRA's Triton kernels (kernels/lora.py) beside torch's operations, for a frozen layer's products.
+"""Compare LoRA's Triton kernels (opendit/kernels/lora.py) with torch's operations, for a frozen layer's products.
 
     python benchmarks/bench_lora.py [--rank 16] [--layers 32768x1152x4608 ...] [--seconds 0.2] [--results FILE]
 
-A layer is ROWSxINxOUT. "output" is the forward product without the thin product x a^T, "input's gradient" is dy W +
-dthin a, and "thin gradients" are those of x a^T and of b. With --fp8, "product of float8" is x a^T, "gradient of
-float8" is a's, and "addition" adds a thin term to the output.
+A layer is ROWSxINxOUT. The lines of the output are:
+
+    output                x W^T + thin b^T + bias, with thin = x a^T already computed
+    input's gradient      dy W + dthin a
+    thin gradients        the gradients of thin and b
+    product of float8     x a^T with x in float8, for --fp8
+    gradient of float8    the gradient of a with x in float8, for --fp8
+    addition              a thin term added to the output, for --fp8
 """
 
 import argparse

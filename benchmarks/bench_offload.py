@@ -1,10 +1,10 @@
-"""Measure state in host memory: the optimizer's step and the averages, in place and through a ring buffer.
+"""Time updates of optimizer moments and averages in host memory, in place and through a ring buffer.
 
     python benchmarks/bench_offload.py --weights 500_000_000 [--results FILE]
     TRITON_INTERPRET=1 python benchmarks/bench_offload.py --weights 20_000 --repeat 1     (a CPU, to test this program)
 
-Averages are moved alone, and at the same time as matrix products that take longer. The cost in the second case is the
-time by which the products become slower.
+Averages are updated alone, and then beside matrix products that take longer. The cost beside products is the time by
+which the products become slower.
 """
 
 import argparse

@@ -1,21 +1,21 @@
-"""Measure the order of samples of a large data set: time to start, private memory, and a new epoch's first batch.
+"""Measure the schedule that orders samples of a large data set: start-up time, memory, and time to begin an epoch.
 
     python benchmarks/bench_order.py [--rows 100000000] [--global_batch 256] [--save]
 
-Only schedules are measured; no sample is read. Every case runs in a separate process. The key of each row's shape is
-mapped from a file that is already in memory, as on a node with other ranks.
+Only schedules are measured; no sample is read. Every case runs in a separate process. The rows' shape keys are mapped
+from a file that is already in the page cache, as on a node with other ranks.
 
-Cases "data set" start earlier: they find the shapes of rows whose sizes are mapped from a file (``shape_media``). The
-first start caches the shapes on the machine; that start and later ones are measured. Cases "tars" open a data set of
-indexed tars with 10,000 samples each, and end when its identity, which checkpoints store, is known. In "mixed" tars
-every tenth sample is a clip. "held out" applies --validate_share 0.01.
+Cases "data set" also find the shapes of the rows (``shape_media``), from sizes that are mapped from a file. Cases
+"tars" open indexed tars of 10,000 samples each, until the data set's identity, which checkpoints store, is known. In
+"mixed" tars every tenth sample is a clip. "held out" applies --validate_share 0.01. If the first start of a case writes
+a cache, it is measured separately from later starts.
 
 The figures are:
 
     start        until the rows of the first step and the number of steps in an epoch are known
-    private      Private_Clean and Private_Dirty of smaps, minus what imports take
-    new epoch    computing the rows of the step in which an epoch begins; the slowest of three epochs. For packs, which
-                 are planned one window after the other, the slowest of 16 windows
+    private      private memory according to smaps, without what imports take
+    new epoch    computing the rows of an epoch's first step; the slowest of three epochs. For packs, which are planned
+                 window by window, the slowest of 16 windows
 """
 
 import argparse
@@ -138,7 +138,7 @@ def measure(case: str, path: str, batch: int) -> tuple[float, float, float]:
     start, slowest = time.perf_counter() - began, 0.0
     for first in _first_steps(schedule):
         if not schedule.packed:
-            schedule.rows(first - 2 * WINDOW)  # rows of several steps are computed together; drop this step's
+            schedule.rows(first - 2 * WINDOW)  # evicts this step, because rows of several steps are computed together
         again = time.perf_counter()
         schedule.rows(first)
         slowest = max(slowest, time.perf_counter() - again)

@@ -7,12 +7,12 @@ q, k, v are views of one tensor (N, 3, H, d), as in a block. The ways are:
     runs          as in models: dense calls for runs of equal lengths, and a varlen kernel for short samples
     dense runs    a dense call for each run of equal lengths
     varlen        torch's varlen kernel for all samples at once
-    flash_attn    the same with FlashAttention 4
+    flash_attn    FlashAttention 4 for all samples at once
     flex          FlexAttention
 
-The program first compares a short pack's output and gradients with float64. It then measures speeds: 4 H d sum(L^2)
-FLOP forward, and 2.5 times as many backward, divided by the median time. The ways take turns with the baseline, cuDNN's
-dense kernel on as many tokens in samples of 8,192. A way that fails prints its error, and the others continue."""
+The program first compares a short pack's output and gradients with float64. It then measures speeds, counting
+4 H d sum(L^2) FLOP forward and 2.5 times as many backward. The ways take turns with the baseline, cuDNN's dense kernel
+on the same number of tokens in samples of 8,192. A way that fails prints its error, and the others continue."""
 
 import argparse
 import functools

@@ -3,8 +3,8 @@
     python benchmarks/bench_packed_modulation.py [--operators layernorm_modulate] [--width 1152] [--record]
 
 Both have the same number of tokens, and read and write the same number of bytes. The ratio is dense time divided by
-packed time. The mixes are those in bench_packed_attention.py, with dense samples of 8,192 tokens, and a mix of segments
-with 256 tokens only, with dense samples of 256 tokens."""
+packed time. The mixes of bench_packed_attention.py are compared with dense samples of 8,192 tokens. The mix "short" has
+only segments of 256 tokens, and is compared with dense samples of 256 tokens."""
 
 import argparse
 import statistics

@@ -1,4 +1,4 @@
-"""Compare training steps of vDiT-XL on pictures and clips of many sizes with packs and without.
+"""Compare vDiT-XL training steps with and without packs, on pictures and clips of many sizes.
 
     python benchmarks/bench_packed_training.py [--mixes mix lognormal] [--captions] [--record]
 
@@ -6,15 +6,15 @@ Steps on random latents include noise, forward, backward, clipping, optimizer an
 number of tokens, in one of these ways:
 
     equal      only clips of 8,192 tokens, which need no packing: the reference for executed TFLOP/s
-    packs      the mix, planned as in a run; every step has other lengths
-    buckets    the mix by size, in micro-batches with the same number of tokens (``--bucket_tokens``)
-    by size    the mix by size, in micro-batches with the same number of samples (``--batch_size``): as many of the
-               longest ones as fit into a step
-    padded     the mix, with every sample padded to the longest, so that a step takes the time of the longest samples
+    packs      the mix, packed as in training; the lengths change in every step
+    buckets    micro-batches of one size, each with the same number of tokens (``--bucket_tokens``)
+    by size    micro-batches of one size, each with the same number of samples (``--batch_size``): as many as fit into a
+               step if they are the longest
+    padded     every sample padded to the longest, so that a step takes as long as with the longest samples
 
-The mixes are 4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256 tokens; and multiples of 256 up to 32,768 with a median of
-2,048 and a sigma of log 2.5. For the ways by size, the time per token is the mean over sizes, weighted by how often
-they are drawn."""
+"mix" has 4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256 tokens. "lognormal" draws multiples of 256 tokens up to 32,768,
+with a median of 2,048 and a sigma of log 2.5. For micro-batches of one size, the time per token is the mean over sizes,
+weighted by how often each size is drawn."""
 
 import argparse
 import statistics
@@ -44,8 +44,8 @@ from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 from opendit.training.run import TrainingFlops
 
-SAMPLES = 20_000  # samples drawn from a mix
-PACK, EQUAL = 256, 32  # a pack's length and the equal clips' length, in units of the smallest picture
+SAMPLES = 20_000  # lengths drawn from a mix
+PACK, EQUAL = 256, 32  # lengths of a pack and of an equal clip, in units of the smallest picture
 WARMUP = 6
 
 

@@ -1,11 +1,11 @@
-"""Measure how full packs are, how evenly ranks work on them, and how long planning takes. Uses only numpy, on a CPU.
+"""Measure how full packs are, how evenly they load the ranks, and how long planning takes. Runs on a CPU.
 
     python benchmarks/bench_packing.py [--pack_tokens 65536] [--packs 8] [--ranks 8] [--steps 200] [--save]
 
-Three mixes of lengths are packed by training's plan and by two simple ones, from the same samples in the same order.
-Next-fit closes a pack when the next sample does not fit. First-fit-decreasing packs the same windows as training, but
-does not order the packs. balance: mean work of the ranks divided by the work of the busiest rank, over all
-micro-batches. Work includes the quadratic cost of attention.
+Training's planner and two simple ones pack three mixes of lengths, from the same samples in the same order. Next-fit
+closes a pack when the next sample does not fit. First-fit-decreasing packs the same windows as training, but does not
+order the packs. Balance is the ranks' mean work divided by the busiest rank's, over all micro-batches. Work includes
+the quadratic cost of attention.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def next_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
             room = capacity
         packs[-1].append(number)
         room -= tokens
-    return packs[:-1]  # the last pack is not closed
+    return packs[:-1]  # leave out the last pack, which is not full yet
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int, window: int) -> list[list[int]]:

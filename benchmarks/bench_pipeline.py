@@ -4,11 +4,10 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py --hidden 48 --heads 4 --depth 4 \\
         --latents 2 8 8                                                                                         (CPUs)
 
-"Alone" is the slowest rank's work: the same passes of its stages without messages, on meaningless numbers. The figure
+"Alone" is the time in which the slowest rank does its own passes without messages, on meaningless numbers. The result
 is the time alone divided by the step's time; 1 means that ranks never wait. With P ranks, M micro-batches and V stages
-per rank, a schedule can reach at most M / (M + (P - 1) / V). The step includes the sum of the condition's gradients,
-but not the optimizer's step. Every timing trial of a schedule is between two trials of its ranks alone, and the result
-is the median ratio to these."""
+per rank, a schedule can reach at most M / (M + (P - 1) / V). The step includes summing the condition's gradients, but
+not the optimizer's step. Every trial of a step runs between two trials alone, and the median ratio counts."""
 
 import argparse
 import contextlib
@@ -42,7 +41,7 @@ from opendit.training.runners import PipelineRunner
 
 
 class NoLinks:
-    """Replacement for ``Links``: every message is available at once and has meaningless numbers."""
+    """Replacement for ``Links`` in which every message is available at once and contains meaningless numbers."""
 
     def __init__(self, mesh: Mesh, tokens: Tensor):
         self.rank, self.ranks, self._tokens = mesh.pp_rank, mesh.pp_size, tokens
@@ -69,7 +68,7 @@ class Done:
 
 
 class PassesAlone:
-    """The methods of an engine that a runner calls. A step only sums the condition's gradients."""
+    """Minimal engine for a runner. Its step only sums the condition's gradients."""
 
     def __init__(self, module, mesh: Mesh):
         self.module, self.mesh = module, mesh
@@ -133,7 +132,7 @@ class Step:
 
 
 def measure(mesh: Mesh, step: Step, rounds: int) -> dict[str, float]:
-    """Return the seconds of the slowest rank's work alone, and of the step."""
+    """Return the slowest rank's seconds alone, and the seconds of the step."""
     for work in (step.together, step.alone) * 2:  # compile kernels, create links, allocate memory
         timed(mesh, work, 1)
     alone, ratios = [timed(mesh, step.alone, 1)], []

@@ -1,9 +1,10 @@
-"""Compare torch's matrix products of a block without gradients with other algorithms of cuBLASLt (kernels/cublaslt.py).
+"""Compare torch's matrix products in a block, without gradients, with other algorithms of cuBLASLt.
 
     python benchmarks/bench_products.py [--rows 512 4096 32768] [--width 1152] [--results FILE]
 
-Each call uses another weight, so that weights come from memory as in a model. The calls take turns, and medians are
-reported. "taken" is the fastest algorithm with torch's bits, or torch's call if no algorithm is 2 % faster."""
+Each call uses a different weight, so that weights are read from memory, as in a model. The calls take turns, and
+medians are reported. "taken" is the algorithm that opendit/kernels/cublaslt.py would use: the fastest one that is
+bit-identical to torch, or torch's call if no algorithm is 2 % faster."""
 
 import argparse
 import sys

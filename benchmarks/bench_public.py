@@ -1,22 +1,21 @@
-"""Compare public models with diffusers' networks with the same random weights: forward, latents, a training step.
+"""Compare our public models with diffusers' on the same random weights: forward pass, latents, training step.
 
     python benchmarks/bench_public.py [--models flux wan-1.3b z-image] [--train] [--results FILE]
     python benchmarks/bench_public.py --tiny
 
 The networks have the published sizes. The weights are drawn on the device and rounded to bf16. diffusers' network has
-the dtypes from ``from_pretrained(torch_dtype=torch.bfloat16)``. It runs kernel by kernel, and with compiled blocks as
-in ``compile_repeated_blocks()``. Its attention is cuDNN's, the fastest one here, or in training torch's flash
-attention, because cuDNN's gradients are wrong under torch.compile. Our network runs kernel by kernel, and recorded as a
-CUDA graph.
+the dtypes from ``from_pretrained(torch_dtype=torch.bfloat16)``. It runs eagerly, and with compiled blocks as in
+``compile_repeated_blocks()``. It uses cuDNN's attention, the fastest one here. In training it uses torch's flash
+attention, because cuDNN's gradients are wrong under torch.compile. Our network runs eagerly, and as a CUDA graph.
 
 All variants of the forward pass take turns, for --rounds rounds of --repeats calls in one process, and the median is
-reported. "Floor" is the time of a forward pass's matrix products and attention alone, recorded as a CUDA graph. The
-floor is timed in the same rounds, because a GPU at its power limit is slower than in the first second. "Modulated
-beforehand" excludes the embeddings of time and captions, as in sampling.
+reported. "Floor" is a CUDA graph of only the forward pass's matrix products and attention. It is timed in the same
+rounds, because a GPU slows down when it reaches its power limit. "Modulated beforehand" excludes the embeddings of time
+and captions, as in sampling.
 
 Differences of outputs and latents are relative to the RMS of diffusers' eager results. To show the effect of rounding
-alone, diffusers' two variants are also compared with each other and with a reference, diffusers' network in fp32 with
-TF32 products. Latents are drawn in fp32, without a second pass for guidance. In bf16 diffusers' FLUX.1 also rounds the
+alone, diffusers' two variants are also compared with each other, and with diffusers' network in fp32 with TF32
+products. Latents are drawn in fp32, without a second pass for guidance. In bf16, diffusers' FLUX.1 also rounds the
 time; "rounded times" are our latents with the same rounding.
 
 Each part prints its line and appends its rows as soon as it is done. A part that fails prints one line, and the other
@@ -230,8 +229,8 @@ QK_NORM = re.compile(r"norm_(added_)?[qk]\.weight")
 def draw(name: str, part: nn.Module, values: Tensor, generator: torch.Generator) -> Tensor:
     """Fill a parameter with random values.
 
-    Every branch must influence the result. So gates are not near 0, and queries and keys are long enough that attention
-    is not a mean over all tokens."""
+    Every branch must influence the result. So gates are not near 0, and queries and keys are large enough that
+    attention is not a plain mean over all tokens."""
     if QK_NORM.search(name):
         return values.normal_(1.5, 0.1, generator=generator)
     if "Norm" in type(part).__name__ and name.endswith("weight"):
@@ -240,9 +239,9 @@ def draw(name: str, part: nn.Module, values: Tensor, generator: torch.Generator)
 
 
 def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return published weights, or their gradients, by our names. Parameters that our model stores as one tensor's rows
-    become views of that tensor, without copies. Raises ValueError unless every name on both sides is matched exactly
-    once."""
+    """Return published weights, or their gradients, by our names. Parts of a larger tensor are views of it, not copies.
+
+    Raises ValueError unless every name on both sides is matched exactly once."""
     table = FAMILIES[model.config.family].names(model.config.spec)
     matches = [(*names, match.dim) for match in table for names in match.names()]
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -289,7 +288,7 @@ def caption_of(subject: Subject, config: Any, device: torch.device, dtype: torch
     )
 
 
-# ------------------------------------------------------------------- how diffusers' networks are called, as ours are
+# ------------------------------------------------------------------- calls of diffusers' networks in our networks' form
 
 
 def call_flux(module: nn.Module, x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
@@ -493,14 +492,14 @@ class Bench:
     def rows(self, *rows: dict[str, Any]) -> None:
         found = []
         for row in rows:
-            if not float(row.get("baseline_value") or 0):  # no ratio to 0
+            if not float(row.get("baseline_value") or 0):  # a ratio to 0 is undefined
                 row = {key: value for key, value in row.items() if not key.startswith("baseline")}
             found.append({"bench": "public", **row})
         record(found, self.args)
 
 
 class Pair:
-    """A subject's two networks with the same weights, and the ways to run them."""
+    """Our network and diffusers' for a subject, with the same weights, and the ways to run them."""
 
     def __init__(self, bench: Bench, subject: Subject):
         self.bench, self.subject = bench, subject
@@ -649,7 +648,7 @@ class Measurement:
                 synchronize(bench.device)
                 first = time.perf_counter() - start
                 peak = self.peak(name, lambda network=network: network(x, t))
-                if name in (OURS, PLAIN, EAGER, COMPILED):  # graphs have reserved their memory before
+                if name in (OURS, PLAIN, EAGER, COMPILED):  # graphs reserved their memory earlier
                     peaks[name] = peak
                 self.networks[name] = network
                 if name != FLOOR:
@@ -849,7 +848,7 @@ class Measurement:
             found = {name: difference(y, wanted) for name, y in self.outputs.items()}
             self.differences("output", found, of="fp32")
             seconds = first
-            if first < 4:  # most of the difference may be the libraries' initialization
+            if first < 4:  # the libraries may still be initializing
                 seconds = milliseconds(lambda: pair.eager(pair.noise, pair.time), bench.device) / 1000
             bench.say(f"fp32: first call {first:.1f} s, later ones {seconds:.2f} s")
             total = seconds * self.subject.steps

@@ -1,4 +1,4 @@
-"""Measure the speed per core of reading clips, compared with bare decord, and test long runs for leaks and hangs.
+"""Compare the speed of reading clips on one core with bare decord, and test long runs for leaks and hangs.
 
     python benchmarks/bench_reading.py [--rounds 30] [--only 320x240] [--save]
     python benchmarks/bench_reading.py --soak 20000
@@ -11,9 +11,8 @@ decord alone returns full-size RGB frames. With "resized" it resizes frames duri
 and through a worker process, as uint8 (``as_bytes``) and as float32. With "small" it leaves enlarging to the GPU, as in
 a run on a GPU.
 
-Time is processor seconds of all threads and processes involved. Other programs on the machine still change it by their
-use of memory. Therefore the variants take turns in every round, and the medians of the rounds' speeds and ratios are
-reported."""
+Times are CPU seconds of all threads and processes involved. Memory traffic from other programs still affects them.
+Therefore the variants take turns in every round, and the medians of the rounds' speeds and ratios are reported."""
 
 import argparse
 import os
@@ -100,12 +99,12 @@ def cropped_decord(paths: list[str], windows: list[list[int]], size: int) -> Non
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Return the processor time of processes with all their threads, in steps of 1 ns (psutil has steps of 10 ms)."""
+    """Return the CPU seconds of processes with all their threads, with a resolution of 1 ns (psutil's is 10 ms)."""
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # clock ids of clock_getcpuclockid(3)
 
 
 def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return every side's frames per processor second in each round; an empty list if a side can't take part."""
+    """Return the frames per CPU second of every side in each round; an empty list if a side can't run."""
     data = build_dataset(
         str(write_clips(case, folder)),
         case.image_size,
@@ -137,7 +136,7 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
         return cast(list[list[int]], found)  # every clip is long enough
 
     frames, speeds = len(data) * case.num_frames, {name: [] for name in SIDES}
-    # A worker must not read ahead while others are timed. After several requests its queue is full, and it rests.
+    # A worker must not read ahead while others are timed. After several requests its queue is full, and it idles.
     for worker in workers.values():
         for _ in range(4):
             next(worker)
@@ -161,7 +160,7 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
             start = cpu_seconds([this.pid, *pids[name]])
             next(worker)
             taken = cpu_seconds([this.pid])
-            _rest(pids[name])  # the worker makes one new batch; waiting takes no processor time
+            _rest(pids[name])  # the worker reads one new batch; waiting takes no CPU time
             speeds[name].append(frames / (cpu_seconds(pids[name]) + taken - start))
     for loader in (*workers.values(), *inside.values()):
         loader.close()
@@ -233,8 +232,8 @@ def broken_clips(folder: Path, good: Path) -> list[TableRow]:
 def anonymous_mib(pid: int) -> float:
     """Return the MiB of heap and stacks.
 
-    Private memory would mislead. It grows when pages shared since the fork are written, and when another process that
-    maps torch's libraries ends."""
+    Private memory would be misleading. It also grows when pages shared since the fork are written, and when another
+    process that maps torch's libraries ends."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 

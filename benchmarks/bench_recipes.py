@@ -1,16 +1,16 @@
-"""Run training steps of the family's models on random latents through train.py: tokens/s, memory, work.
+"""Measure tokens/s, memory and FLOP/s of training steps in runs of train.py on random latents.
 
     python benchmarks/bench_recipes.py --gpus 1 2 [--only 7B MovieGen-5B] [--results FILE]
     python benchmarks/bench_recipes.py --plan --gpus 1 2 4            what would run, and with which batch; needs no GPU
 
-A case is a run of train.py as its user starts it: torchrun, a mock_ recipe, a few flags. Its micro-batch is the largest
-that fits into --fill of the card by the estimate of opendit/training/memory.py, limited to LARGEST_STEP of work. The
-figures are medians of the values that the run logs after WARMUP steps. A case that does not fit is left out. A case
-that fails prints its error, and the others run.
+A case runs train.py under torchrun with a mock_ recipe and a few flags. Its micro-batch is the largest that fits into
+--fill of the card according to opendit/training/memory.py, limited to LARGEST_STEP FLOP. The results are medians of
+what the run logs after WARMUP steps. A case that does not fit is left out. A case that fails prints its error, and the
+others run.
 
-Work is counted in two ways. "executed" is what train.py logs: forward matrix products x 3, without recomputation. "6 N"
-is NeMo's: 6 x parameters x tokens. It assumes that every token meets every weight, which is too much for modulation,
-experts and layers that read captions; and it leaves out attention, which has no weights.
+FLOPs are counted in two ways. "executed" is what train.py logs: forward matrix products x 3, without recomputation.
+"6 N" is NeMo's formula, 6 x parameters x tokens. It counts too much for modulation, experts and caption layers, because
+not every token uses their weights, and it leaves out attention.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from opendit.training.summary import CARDS
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY = 10, 2  # steps per run, and per line of its log
 WARMUP = 4  # steps for compiling kernels, initializing libraries and recording a CUDA graph
-LARGEST_STEP = 1.5e15  # FLOP per GPU, about 3 s; more gains nothing
+LARGEST_STEP = 1.5e15  # FLOP per GPU, about 3 s; longer steps gain nothing
 NEMO = ("NeMo's published DiT-7B at 8k tokens, H100", 10052)  # tokens/s/GPU
 
 
@@ -237,7 +237,7 @@ def main(argv: list[str]) -> None:
             except RuntimeError as error:
                 lines.append(f"{name} failed: {error}")
             print(f"{lines[-1]}  [{time.perf_counter() - started:.0f} s]", flush=True)
-    if not args.plan:  # repeat the table without the lines in between
+    if not args.plan:  # print the table again, without the lines in between
         print("\n" + "\n".join(lines))
 
 

@@ -5,7 +5,7 @@
 The model and the VAE (of Stable Diffusion's shape, in fp16 on a GPU) have random weights. After a warm-up batch each,
 the three variants take turns for --trials trials in one process, and each variant's median is reported. "latents" draws
 latents and discards them. "in turn" decodes a batch, copies it to the host and writes its files before the next batch.
-"beside" is what sample.py does (opendit/sampling/output_pipeline.py)."""
+"beside" decodes and writes while the next batch is drawn, like sample.py (opendit/sampling/output_pipeline.py)."""
 
 import argparse
 import statistics

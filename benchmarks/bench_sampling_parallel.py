@@ -4,12 +4,12 @@
         [--num_frames 16] [--image_size 256] [--steps 50] [--sequence_parallel_size 1] [--groups N] [--profile]
         [--results FILE]
 
-The ranks share a sample as in sample.py. Two groups of --sequence_parallel_size divide guidance's halves; a single
-group divides only the sequence. Ulysses exchanges a batch in ``--groups`` groups, one after the other. Samples, such as
-guidance's halves, are divided first, then heads. ``--profile`` prints rank 0's kernels that take the most time. Rank 0
-alone and all ranks together take turns, and medians are reported. The model and the VAE (of Stable Diffusion's shape, a
-frame at a time for clips) have random weights. A public model, such as ``--model wan-1.3b``, is measured at its
-published size without a VAE."""
+The ranks share a sample as in sample.py. With two groups of --sequence_parallel_size ranks, each group computes one
+half of guidance; a single group divides only the sequence. ``--groups`` makes Ulysses exchange a batch in that many
+parts, which divide samples first, then heads. ``--profile`` prints the kernels that take rank 0 the most time. Rank 0
+alone and all ranks together take turns, and medians are reported. The model and the VAE have random weights. The VAE
+has Stable Diffusion's shape and decodes clips frame by frame. A public model, such as ``--model wan-1.3b``, is measured
+at its published size without a VAE."""
 
 import argparse
 import statistics

@@ -1,4 +1,4 @@
-"""Measure the cost of communication in one transformer layer, forward and backward, whose sequence all ranks share.
+"""Measure what communication costs in one transformer layer, forward and backward, with tokens split over all ranks.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sequence.py --tokens 64 --hidden 48 --heads 4     (CPUs)
@@ -7,15 +7,15 @@ All kinds of sequence parallelism, two blocking baselines (benchmarks/sequence_b
 timed in turn:
 
     compute only    the layer without communication, on meaningless numbers
-    synchronised    compute only, but ranks wait for each other at the inputs and outputs of attention; this shows the
-                    cost of ranks that are not equally fast
-    whole           the layer over the whole sequence, on every rank alone
-    plain           the expected time of compute only: the model's block on a rank's tokens, with the time of its
-                    attention replaced by the time of attention to all tokens with a rank's heads
+    synchronised    compute only, but ranks wait for each other before and after attention; shows the cost of ranks that
+                    are not equally fast
+    whole           the layer over the complete sequence, on every rank alone
+    plain           the expected time of compute only: the block on a rank's tokens, with the time of its attention
+                    replaced by the time of attention to all tokens with a rank's heads
 
-The figure of a kind is the time of compute only divided by the time of the kind; 1 means that communication costs
-nothing. On GPUs every variant is a CUDA graph, so that the host's launches don't count. Before the timing, each kind's
-output and gradients on a short sequence are compared with the results of one rank.
+The result for each kind is the time of compute only divided by the kind's time; 1 means that communication costs
+nothing. On GPUs every variant is a CUDA graph, so that launches by the host don't count. Before the timing, the output
+and gradients of each kind on a short sequence are compared with one rank's.
 """
 
 import argparse
@@ -60,7 +60,7 @@ BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUly
 class _TakenForAll(torch.autograd.Function):
     """View q, k, v (B, H, n, d), a rank's tokens and all heads, as (B, h, N, d), all tokens and a rank's heads.
 
-    The numbers then mean nothing."""
+    The views contain meaningless numbers."""
 
     @staticmethod
     def forward(ctx, ranks: int, *parts: Tensor):
@@ -79,7 +79,7 @@ class _TakenForAll(torch.autograd.Function):
 
 
 class ComputeOnly:
-    """A rank's computation without exchanges and without additional passes over memory."""
+    """Attention without exchanges and without the copies that they need."""
 
     takes_projection = False
 
@@ -235,8 +235,8 @@ def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
 
 
 def interleaved(trial: Callable[[str], float], alone: str, others: list[str], rounds: int) -> dict[str, float]:
-    """Return the seconds of ``alone`` and of the others. Each other trial is between two trials of ``alone``, and its
-    median ratio to these is taken. All ranks use the same order."""
+    """Return the seconds of ``alone`` and of the others. Every trial of the others runs between two trials of
+    ``alone``, and the median ratio to these counts. All ranks use the same order."""
     shuffled, ratios, base = random.Random(0), {name: [] for name in others}, [trial(alone)]
     for _ in range(rounds):
         for name in shuffled.sample(others, len(others)):

@@ -1,14 +1,14 @@
-"""Measure whole models whose sequences 1, 2, 4, ... ranks share: training steps, sampling steps, memory.
+"""Measure training steps, sampling steps and memory of models whose sequences are split over 1, 2, 4, ... ranks.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence_model.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sequence_model.py --small                       (CPUs)
 
-Within one run, groups of every size do the same work separately (strong scaling). The figure is one rank's time divided
-by the group's. A training step is forward, backward, the sum of the gradients over the group and AdamW, with bf16
-weights. A sampling step is the forward pass of both halves of guidance; 250 such steps are a clip's latency.
+Groups of every size do the same work (strong scaling). The speed-up is one rank's time divided by the group's. A
+training step is forward, backward, the sum of the gradients over the group and AdamW, with bf16 weights. A sampling
+step is the forward pass of both halves of guidance. A clip's latency is 250 such steps.
 
-The longest clip that trains is found by trying longer and longer clips, because memory is linear in the length. In
-these trials attention stores as much as real attention but computes nothing, because a real step would take minutes.
+The longest clip that fits in training is found by extrapolation, because memory is linear in the length. In these
+trials attention stores as much as real attention but computes nothing, because a real step would take minutes.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""Measure the pictures per second that one process reads from indexed tars, with webdataset, and from a plain folder.
+"""Compare how many pictures per second one process reads from indexed tars, with webdataset, and from a folder.
 
     python benchmarks/bench_shards.py [--pictures 1000] [--rounds 20] [--save]
 
-The files are JPEGs of 256 pixels a side. The same functions crop them, scale them to --image_size and make tensors on
-all sides. The indexed tars and the folder are read in a shuffled order, as in training, webdataset in the order of the
-tar. The sides take turns in every round. The figures are the median of each side's processor time, and the median of
-the ratios within a round, because other load on the machine slows all sides of a round equally. All files are in the
-page cache.
+The files are JPEGs of 256 x 256 pixels. All sides crop, scale and convert them with the same functions. The indexed
+tars and the folder are read in a shuffled order, as in training, and webdataset reads in the order of the tar. The
+sides take turns in every round. The results are the median of each side's CPU time, and the median of the ratios within
+a round, because other load on the machine slows all sides of a round equally. All files are in the page cache.
 """
 
 import argparse
@@ -52,7 +51,7 @@ def write_picture(folder: Path, number: int, side: int) -> None:
 
 
 def read_ours(dataset: MediaDataset, seed: int) -> int:
-    """Read the pictures in a shuffled order as bytes, and return their number."""
+    """Read the pictures as uint8 in a shuffled order, and return their number."""
     order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
     keys = [SampleKey(row, seed, index) for index, row in enumerate(order)]
     return sum(1 for _ in SampleReader(dataset, as_bytes=True).items(keys))

@@ -1,4 +1,4 @@
-"""Compare opendit/kernels/short_attention.py, with different tiles, and torch's kernels: short sequences, no gradients.
+"""Compare the tiles of opendit/kernels/short_attention.py with torch's kernels, on short sequences without gradients.
 
     python benchmarks/bench_short_attention.py [--batches 2 16 128] [--tokens 256] [--heads 16] [--head_dim 72]
                                               [--rows 64 128]

@@ -1,4 +1,4 @@
-"""Measure the cost of state: EMA's share of a step and its memory, and the time of saving, writing and resuming.
+"""Measure what state costs: EMA's share of a step and of memory, and the times of saving, writing and resuming.
 
     python benchmarks/bench_state.py --model DiT-XL/2 --batch_size 128 [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_state.py --batch_size 32 --plugin ddp --full_ema
@@ -54,7 +54,7 @@ class FullEMA:
 
 
 def seconds(mesh: Mesh, work) -> float:
-    """Return the wall time of ``work()``, including all ranks and the device."""
+    """Return the wall time of ``work()``, until all ranks and their devices have finished."""
     cuda = mesh.device.type == "cuda"
     mesh.barrier()
     if cuda:

@@ -1,14 +1,14 @@
-"""One DiT block, forward and backward, divided among all ranks by tensor parallelism: what communication costs.
+"""Measure what communication costs in one DiT block, forward and backward, with tensor parallelism over all ranks.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_tensor.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_tensor.py --tokens 64 --hidden 48 --heads 4       (CPUs)
 
-*Compute only* is the same layer without exchanges, on meaningless numbers. A variant's figure is the time of compute
-only divided by the variant's time; 1 means that communication costs nothing. *Overlapped* is what
-``--tensor_parallel_size`` does between GPUs that reach each other's memory, and *blocking* what it does elsewhere.
-*Modulation on every rank* is blocking, and every rank computes the complete modulation instead of gathering it. On GPUs
-each variant is a CUDA graph. Every timing trial is between two trials of compute only; the result is the median
-ratio."""
+*Compute only* is the same block without exchanges, on meaningless numbers. The result for each variant is the time of
+compute only divided by the variant's time; 1 means that communication costs nothing. *Overlapped* is what
+``--tensor_parallel_size`` does between GPUs that can access each other's memory, and *blocking* is what it does
+otherwise. *Modulation on every rank* is blocking, and every rank computes the complete modulation instead of gathering
+it. On GPUs each variant is a CUDA graph. Every trial runs between two trials of compute only, and the median ratio
+counts."""
 
 import argparse
 import contextlib
@@ -43,7 +43,7 @@ VARIANTS = {COMPUTE_ONLY: {}, OVERLAPPED: {}, "blocking": {}, "modulation on eve
 
 
 class _Here:
-    """Handle for a collective that is left out, with the tensor that it would have received."""
+    """Handle for a skipped collective. ``wait`` returns a stand-in for the result."""
 
     def __init__(self, received: Tensor):
         self._received = received
@@ -67,7 +67,7 @@ def _nothing_summed(x: Tensor, dim: int, group: Group) -> _Here:
 
 @contextlib.contextmanager
 def exchanging(really: bool) -> Iterator[None]:
-    """Inside, layers exchange their tensors if ``really``, otherwise nothing."""
+    """Skip all exchanges inside the block unless ``really``."""
     if really:
         yield
         return
@@ -77,7 +77,7 @@ def exchanging(really: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def overlapping(really: bool) -> Iterator[None]:
-    """Inside, products may overlap with their communication if ``really``, otherwise never."""
+    """Keep products from overlapping with communication inside the block unless ``really``."""
     with contextlib.nullcontext() if really else mock.patch.object(tensor, "overlaps", lambda *_: False):
         yield
 
@@ -116,7 +116,7 @@ def measure(
     repeats = max(LEAST_STEPS, min(50, int(budget / max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2)))))
 
     def trial(name: str) -> float:
-        with exchanging(name != COMPUTE_ONLY), overlapping(name == OVERLAPPED):  # a graph repeats what was recorded
+        with exchanging(name != COMPUTE_ONLY), overlapping(name == OVERLAPPED):  # has no effect on a recorded graph
             return timed(mesh, works[name], repeats)
 
     return interleaved(trial, COMPUTE_ONLY, [name for name in works if name != COMPUTE_ONLY], rounds)

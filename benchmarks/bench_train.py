@@ -4,9 +4,9 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_train.py --no_plain
     python benchmarks/bench_train.py --batch_size 256 --plugins zero2 --precisions bf16 --no_plain --kernels only --muon
 
-A step is train.py's step on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The variants take
-turns for --rounds rounds in one process, and the median over all rounds is reported. Steps are timed in groups of
-GROUP; as in training, the host does not wait for the device within a group. Variants whose kernels can't be used on
+A step is train.py's step on cached latents: noise, forward, backward, clipping, optimizer, EMA. The variants take turns
+for --rounds rounds in one process, and the median over all rounds is reported. Steps are timed in groups of GROUP,
+because the host does not wait for the device after every step, as in training. Variants whose kernels can't be used on
 this machine are left out with a message."""
 
 import argparse
@@ -70,7 +70,7 @@ class Latents:
 
 
 def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = False):
-    """Return a step of Meta's recipe in modern form: fp32 weights, autocast bf16, fused AdamW, EMA over all weights.
+    """Return a step of a modernised version of Meta's recipe: autocast bf16, fused AdamW, EMA over all weights.
 
     compiled: use torch.compile with cuDNN's attention. Its speed is right, but its gradients are wrong
     (docs/log/2026-11-21-cudnn-attention-under-compile.md). fused: apply the five changed lines of docs/api.md."""
@@ -184,8 +184,8 @@ def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
 
 
 def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]:
-    """Return further ways to run a variant: arguments of engine_step, or kernels ("speed"). The first changes
-    nothing."""
+    """Return the ways to run a variant: words of its name -> arguments of engine_step, or kernels ("speed"). The first
+    entry changes nothing."""
     graphs: dict[tuple[str, ...], dict] = {(): {}}
     if args.graph and plugin == "zero2":
         graphs["graph",] = {"graph": True}

@@ -1,4 +1,4 @@
-"""Record the clock and power of the GPUs: a card at its power limit is only as fast as its power allows."""
+"""Record clocks and power of the GPUs, because a GPU at its power limit lowers its clock."""
 
 import contextlib
 import os

@@ -1,8 +1,8 @@
 """Train every kind of model with every objective on the digits, score it, and print a table.
 
-    python -m benchmarks.digits_table                                       all nine, one after the other
+    python -m benchmarks.digits_table                                       all nine, one after another
     CUDA_VISIBLE_DEVICES=1 python -m benchmarks.digits_table --only ST-DiT  some of them, on one GPU
-    python -m benchmarks.digits_table --table                               the table of what has been scored so far
+    python -m benchmarks.digits_table --table                               the table of the scores so far
 
 A case is a run of train.py with the demo's recipe (docs/recipes.md). Then 500 pictures or 100 clips are scored by
 ``opendit evaluate --features digits``. A case with an existing run continues from its checkpoint, or is only scored
@@ -133,7 +133,7 @@ def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str
     flags = [*case.architecture.flags.split(), "--data_path", data_path(case, outputs)]
     flags += (case.objective.clips if case.moving else case.objective.pictures).split()
     if torch.cuda.is_available():
-        # Such small kernels are faster than the host, which enqueues them and reads clips.
+        # Launching such small kernels takes longer than running them, and so does reading clips.
         flags += ["--enable_cuda_graph", *(["--num_workers", "8"] if case.moving else [])]
     folder = case.folder(outputs)
     command = [sys.executable, "train.py", *flags, "--outputs", str(folder), "--load", "latest", *more]

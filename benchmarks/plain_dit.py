@@ -1,4 +1,4 @@
-"""A plain DiT and a plain DiT for clips, as most people write them: timm's layers and torch operations, no kernels.
+"""A plain DiT for pictures and one for clips, with timm's layers and torch operations instead of custom kernels.
 
 They are the benchmarks' baseline and the tests' independent reference, and share no code with opendit/models. PlainDiT
 has the parameter names of Meta's release."""

@@ -4,7 +4,7 @@
     python benchmarks/plot.py sequence_layer          some of them
     python benchmarks/plot.py --list                  their names, and what each shows
 
-A plot is a function in :data:`PLOTS` from the rows of results.csv to a figure. It uses the newest rows unless it says
+The functions in :data:`PLOTS` turn rows of results.csv into figures. They use the newest rows unless they say
 otherwise."""
 
 import argparse
@@ -45,7 +45,7 @@ def plain(axis: Axes, title: str, across: bool = True) -> None:
 # ------------------------------------------------------------------------------------------- docs/sequence_parallel.md
 
 LAYER = re.compile(r"layer (\d+)/(\d+) N (\d+) P (\d+) (.+)")
-LAYER_RUN = "8e1d470"  # this run has every length and width on 2 and on 4 GPUs
+LAYER_RUN = "8e1d470"  # a run with every length and width on 2 and 4 GPUs
 # Targets set before the measurement: (GPUs, width) -> values for 8k, 16k and 64k tokens.
 TARGETS = {
     (2, 1152): (0.97, 0.98, 0.99),
@@ -80,7 +80,7 @@ def layer_shares(rows: list[Row], commit: str = LAYER_RUN) -> dict[tuple[int, in
 
 
 def sequence_layer(rows: list[Row]) -> Figure:
-    """A layer under sequence parallelism: its time without communication over its time."""
+    """A layer's time without communication divided by its time, for each kind of sequence parallelism."""
     shares = layer_shares(rows)
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     for axis, gpus in zip(figure.subplots(1, 2, sharey=True), (2, 4), strict=True):
@@ -108,7 +108,7 @@ def sequence_layer(rows: list[Row]) -> Figure:
 
 
 def predicted_steps(rows: list[Row]) -> Figure:
-    """Predicted / measured, of the time and the memory of the steps that results.csv has."""
+    """Predicted divided by measured time and memory of training steps in results.csv."""
     from benchmarks.bench_auto import KNOWN, measured, predicted  # imports torch, which the other plots don't need
 
     names, times, memories = [], [], []
@@ -155,7 +155,7 @@ def kernel_shares(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def kernels(rows: list[Row]) -> Figure:
-    """Share of a device copy's bandwidth that each fused operation reaches, beside torch's."""
+    """Bandwidth of each fused operation and of torch's versions, as a share of a device copy's bandwidth."""
     shares = kernel_shares(rows)
     figure = Figure(figsize=(10, 0.3 * len(shares) + 1.2), layout="constrained")
     axis = figure.subplots()
@@ -191,7 +191,7 @@ def approximation_errors(rows: list[Row]) -> dict[str, dict[str, tuple[float, fl
 
 
 def approximations(rows: list[Row]) -> Figure:
-    """Error of latents against saved evaluations, with a panel per model and a line per kind of setting."""
+    """Error of latents against saved block evaluations, with a panel per model and a line per approximation."""
     tables = {title: found for title, found in approximation_errors(rows).items() if "10,000 samples" in title}
     figure = Figure(figsize=(6.4 * len(tables), 4.8), layout="constrained")
     colours: dict[str, str] = {}  # kind -> colour, the same in all panels

@@ -3,9 +3,10 @@
     python benchmarks/random_folder.py wan-14b FOLDER [--layers N] [--tiny] [--empty]
     torchrun --nproc_per_node=4 train.py --pretrained FOLDER --data_path mock ...
 
-The network has the published size. Its weights are bf16, drawn on the GPU if there is one. The folder holds only
-configurations of the VAE, the encoders and the scheduler: training uses random latents and embeddings (``--data_path
-mock``), and no samples can be drawn. With --empty all weights are zeros that take no space on disk, for dry runs.
+The network has the published size. Its weights are bf16, drawn on the GPU if there is one. The folder has only the
+configurations of the VAE, the encoders and the scheduler. So training must use random latents and embeddings
+(``--data_path mock``), and no samples can be drawn. With --empty, all weights are zeros that take no space on disk, for
+dry runs.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""Write an AutoencoderKL of Stable Diffusion's shape with random weights, to try --vae PATH without a hub, and for
-timing.
+"""Write an AutoencoderKL of Stable Diffusion's shape with random weights, for timing and for --vae PATH without a hub.
 
     python benchmarks/random_vae.py /tmp/vae
 
-Its pictures mean nothing.
+Its pictures are meaningless.
 """
 
 import json
@@ -36,7 +35,7 @@ def random_vae(narrower: int = 1) -> AutoencoderKL:
 
 
 def write(folder: Path, narrower: int = 1) -> None:
-    """Write the VAE in the format of diffusers."""
+    """Write the VAE in diffusers' format."""
     vae = random_vae(narrower)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **vae.config}, indent=1) + "\n")

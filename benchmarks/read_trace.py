@@ -1,10 +1,10 @@
-"""Read ranks' traces of a layer: the time of every step by kind, and a picture of the step that waits least.
+"""Print the time per kind of kernel in traces of bench_sequence.py, and draw the step that waits least in barriers.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence.py --only auto --trace FOLDER
     python benchmarks/read_trace.py FOLDER/8192-3072-4-rank*.json [--draw step.png]                 (needs matplotlib)
 
-"gaps" is the time in which no kernel runs. Copies run beside kernels, and barriers may do so too. Therefore a step is
-shorter than the sum of all kinds."""
+"gaps" is the time in which no kernel runs. Copies, and sometimes barriers, run beside kernels, so the kinds may sum to
+more than the step."""
 
 import argparse
 import json
@@ -40,8 +40,8 @@ def kind_of(event: dict) -> str:
 
 
 def read_steps(path: Path, steps: int) -> list[list[Span]]:
-    """Return the equal steps in a Chrome trace, each in the order of start times. Raises ValueError if the steps are
-    not equal, because the trace has another number of steps."""
+    """Return the steps in a Chrome trace, each in the order of start times. Raises ValueError if the trace can't be
+    split into ``steps`` equal steps."""
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     found = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")), key=lambda e: e["ts"])
     each, rest = divmod(len(found), steps)
@@ -52,7 +52,7 @@ def read_steps(path: Path, steps: int) -> list[list[Span]]:
 
 
 def times(step: list[Span]) -> dict[str, float]:
-    """Return the microseconds by kind, including "gaps", and the complete step's as "step"."""
+    """Return kind -> microseconds, with "gaps", and "step" for the complete step."""
     found, busy_until = defaultdict[str, float](float), 0.0
     for span in step:
         found[span.kind] += span.end - span.start

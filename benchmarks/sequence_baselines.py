@@ -1,6 +1,4 @@
-"""Baselines for opendit.parallel.sequence: the same layers and adjoints with blocking collectives.
-
-Both replace ``SequenceParallel.strategy``."""
+"""Baselines for opendit.parallel.sequence with blocking collectives, to replace ``SequenceParallel.strategy``."""
 
 from dataclasses import dataclass
 from typing import ClassVar

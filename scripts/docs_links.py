@@ -12,7 +12,7 @@ PICTURES = "assets"
 
 
 def on_page_markdown(markdown: str, page, config, **_) -> str:
-    """Replace the links of a page, before mkdocs renders it. (The name is an event of mkdocs.)"""
+    """Replace a page's links before mkdocs renders it. mkdocs requires this name."""
     depth = len(Path(page.file.src_uri).parts) - 1
 
     def replaced(found: re.Match) -> str:
@@ -29,7 +29,7 @@ def on_page_markdown(markdown: str, page, config, **_) -> str:
 
 
 def on_files(files, config, **_):
-    """Add the repository's pictures to the site's files. (The name is an event of mkdocs.)"""
+    """Add the repository's pictures to the site's files. mkdocs requires this name."""
     from mkdocs.structure.files import File
 
     for path in sorted((ROOT / PICTURES).glob("*")):

@@ -5,8 +5,8 @@ Patterns are regular expressions. They are searched in a command's text (the res
 code.
 """
 
-# (pattern, replacement) for every command, applied in this order. The names of run folders contain the model's name, so
-# that they are replaced, too.
+# (pattern, replacement) for every command, applied in this order. They also rename run folders, whose names contain the
+# model's name.
 SUBSTITUTIONS = [
     (r"outputs/000-(DiT-Ti-2|vDiT-Ti-822)", r"digits/000-\1"),  # the demos' runs; the next line also makes Ti runs
     (r"\b(v?DiT|ST-DiT|EC-DiT|MovieGen)-(?:S|B|L|XL|1B|5B|7B)([/-])(?=\d)", r"\1-Ti\2"),
@@ -37,7 +37,7 @@ LIMITS = {
 }
 # Program -> (flags, words). The words are added to commands that have none of these flags.
 UNLESS = {"train": (("--model", "--recipe"), ["--model", "DiT-Ti/2"])}
-# As LIMITS, but flags are not added.
+# Like LIMITS, but missing flags are not added.
 LOWERED = {
     "train": {"--global_batch_size": 4, "--warmup_steps": 1, "--evaluate_every": 2, "--evaluate_samples": 20},
     "sample": {},

@@ -28,8 +28,7 @@ MAKERS: dict[str, tuple[str, Maker]] = {}  # name -> ending of the file's name, 
 
 
 def maker(ending: str = "") -> Callable[[Maker], Maker]:
-    """Register a function that makes the stand-in with the function's name. ending: ending of the stand-in's file
-    name."""
+    """Register a function that makes the stand-in with the function's name, plus ``ending`` as its file name."""
 
     def register(make: Maker) -> Maker:
         MAKERS[make.__name__] = ending, make

@@ -1,8 +1,9 @@
-# Sourced by the shell scripts: sets OpenDiT up if needed, activates its environment, counts GPUs.
-#   GPUS   number of GPUs        NPROC   processes to start: a process a GPU, 2 on a CPU (set NPROC to change it)
-#   alone COMMAND...   runs a program of one process: on a CPU it may have all cores, not a process's share of them
-#   SETUP  what install.sh is to set up besides (test); set it before. Its arguments can't be this file's: a sourced
-#          file has those of the script that sources it, which are the user's flags.
+# Sourced by the shell scripts: set up OpenDiT if needed, activate its environment, and count the GPUs.
+#   GPUS               number of GPUs
+#   NPROC              number of processes to start, by default one per GPU, or 2 on a CPU
+#   alone COMMAND...   run a single process, which may use all cores on a CPU
+#   SETUP              argument for install.sh, set before sourcing. A sourced file sees the caller's arguments, which
+#                      are the user's flags.
 bash install.sh ${SETUP:-}
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
   . .venv/bin/activate

@@ -1,4 +1,4 @@
-"""Draw mutants of opendit/, find the tests that reach them, and see whether these tests turn red.
+"""Draw mutants of opendit/, find the tests that reach them, and check whether these tests fail.
 
     python scripts/mutants.py draw  --tree . --seed 39 --count 150 --output tests/nets/mutants.json
     python scripts/mutants.py cover --tree . --jobs 16 --output coverage.jsonl
@@ -8,7 +8,7 @@
 A mutant changes one place in one line. `cover` runs each test file by itself and records the lines that it reaches,
 also in the processes that it starts. `run` applies each mutant to a copy of the tree and runs the test files that reach
 its line until a test fails. `cover` and `run` stop after `--seconds`; call them again to continue. Neither writes to
-the tree. Tests that fail without a mutant never judge one. `cover` needs the package coverage, 7.10 or newer.
+the tree. Tests that fail without a mutant do not count. `cover` needs the package coverage, 7.10 or newer.
 
 A mutant is red (a test failed, or hung), green (all tests that reach it passed), uncovered (no test reaches it), lost
 (its line is gone), unfinished, or unreliable (not red, but a test failed with and without it).
@@ -47,10 +47,10 @@ OPERATORS |= {ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.And: "and", as
 PAIRS = "min max, sum mean, argmin argmax, amin amax, minimum maximum, all any, ceil floor, sin cos, zeros ones"
 PAIRS += ", zeros_like ones_like, new_zeros new_ones, startswith endswith, exp log, cummin cummax, lstrip rstrip"
 FUNCTIONS = {a: b for pair in PAIRS.split(", ") for a, b in (pair.split(), pair.split()[::-1])}
-NOT_IN_TRITON = {"mean", "ones", "ones_like"}  # tl.sum has no such partner
+NOT_IN_TRITON = {"mean", "ones", "ones_like"}  # tl has no such functions
 
-# Code that is not mutated, because it changes texts, speed or looks but no result: calls in TEXT_CALLS, keywords in
-# NEUTRAL, and functions whose names match TEXT_FUNCTIONS, which build messages.
+# Code that is not mutated, because it changes texts, speed or appearance but no result: calls in TEXT_CALLS, keywords
+# in NEUTRAL, and functions whose names match TEXT_FUNCTIONS, which build messages.
 TEXT_CALLS = set("print warn TypeVar dataclass lru_cache sleep settimeout timedelta set_num_threads wait".split())
 TEXT_CALLS |= set("rjust ljust center figure savefig legend tight_layout subplots indent dedent wrap fill".split())
 TEXT_CALLS |= set("acquire get_close_matches Launch".split())

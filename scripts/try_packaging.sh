@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Packs OpenDiT (sdist, and the wheel from it) and uses what was packed as somebody would who has no clone: in a fresh
-# environment outside the repository, without Colossal-AI, for each Python.
-#   bash scripts/try_packaging.sh                       every python3.10 to 3.14 that runs here
+# Build OpenDiT's sdist, and a wheel from it, and test the wheel like a user without a clone: for each Python in a fresh
+# environment outside the repository, without Colossal-AI.
+#   bash scripts/try_packaging.sh                       every installed Python from python3.10 to python3.14
 #   bash scripts/try_packaging.sh python3.12 /opt/py/bin/python
-# Every environment downloads torch. KEEP=FOLDER keeps the packages and environments there.
+# Every environment downloads torch. KEEP=FOLDER keeps the packages and environments in FOLDER.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 pythons=("$@")
@@ -28,7 +28,7 @@ echo "== sdist and wheel, by ${pythons[0]}"
 "$place/build/bin/python" "${pip[@]}" install -q build
 rm -rf "$place/dist" "$place/source"
 mkdir "$place/source"
-git ls-files -z | xargs -0 cp --parents -t "$place/source"  # not what builds leave behind in a clone
+git ls-files -z | xargs -0 cp --parents -t "$place/source"  # tracked files only, without leftovers from builds
 "$place/build/bin/python" -m build --outdir "$place/dist" "$place/source" > "$place/build.log" 2>&1 ||
   { tail -20 "$place/build.log" >&2; exit 1; }
 ls "$place/dist"

@@ -1,4 +1,4 @@
-"""Test an installed OpenDiT (scripts/try_packaging.sh): run its commands, and draw samples in a shell and in Python."""
+"""Test an installed OpenDiT for scripts/try_packaging.sh: run its commands, and draw samples in a shell and Python."""
 
 import importlib.util
 import json
