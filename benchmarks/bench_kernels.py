@@ -57,7 +57,7 @@ def median_ms(function: Callable[[], object], milliseconds: int) -> float:
 
 @dataclass
 class Inputs:
-    """Leaves and output gradients of one operator, in so many sets that they do not fit into the cache."""
+    """Sets of leaves and output gradients for one operator, together larger than the cache."""
 
     op: Operator
     sets: list[tuple[dict[str, Tensor], list[Tensor]]]

@@ -5,7 +5,7 @@
     python benchmarks/bench_trees.py --gpus 0 1 --second="--plugin fsdp" -- --model DiT-XL/2 ...
 
 Each side runs its tree's train.py. While one side trains, the other one pauses and has released its cached memory, so
-both must fit into a GPU together, except for their activations. The first steps of a turn are not timed. The program
+both must fit into a GPU together, except for their activations. The first steps of a trial are not timed. The program
 prints the median ratio of neighbouring turns, the first side's time divided by the second's. Above 1, the second side
 is faster.
 """

@@ -3,9 +3,8 @@
     python scripts/launch.py N [--run_folder_file FILE] PROGRAM [FLAG ...]
 
 torchrun does the same on any number of machines, but it kills its processes 30 seconds after a signal and prints a
-traceback. This program sends the first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (lost terminal) to the training
-process of rank 0, which saves. A second signal ends all processes at once. Before training begins, the first signal
-does so.
+traceback. This program sends the first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (lost terminal) to the training process of
+rank 0, which saves. A second signal ends all processes at once. Before training begins, the first signal does so.
 
 The exit code is 75 if training stopped before its last step and can be resumed, and 130 after a Ctrl-C that ended the
 processes. Otherwise it is the exit code of the first process that failed.
