@@ -82,7 +82,7 @@ class Digits:
         self.real = Moments.of(picture_features(whole(real))["pool"]).gaussian()
 
     def judge(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ((N,) bool, True if a sample shows what was requested; features (N, D))."""
+        """Return (correct (N,) bool, features (N, D)). A sample is correct if it shows what was requested."""
         found = picture_features(pixels_of(self.codec.decode(latents)))
         return named_right(found["digit"], AskedDigits(torch.from_numpy(self.labels))), found["pool"]
 

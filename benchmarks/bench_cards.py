@@ -68,7 +68,7 @@ class Case:
 
     @property
     def compared(self) -> tuple[str, int]:
-        """Key of the cases that are compared with each other, namely with the first one."""
+        """Cases with the same key are compared with the first of them."""
         return self.model, self.ranks
 
 

@@ -226,8 +226,8 @@ def scaled(pixels: Tensor) -> Tensor:
 
 
 def augmented(padded: Tensor, rows: Tensor) -> Tensor:
-    """Return the pictures ``rows``, (B, 32, 32, 3), randomly cropped, mirrored and covered by a grey square. padded:
-    (N, 40, 40, 3)."""
+    """Return the pictures ``rows`` of ``padded`` (N, 40, 40, 3): cropped to (B, 32, 32, 3), mirrored and partly covered
+    by a grey square, at random."""
     count, device, reach = len(rows), padded.device, torch.arange(SIDE, device=padded.device)
     down, across = torch.randint(9, (2, count, 1), device=device) + reach
     across = torch.where(torch.rand(count, 1, device=device) < 0.5, across, across.flip(1))

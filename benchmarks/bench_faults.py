@@ -87,8 +87,8 @@ COLUMNS = ("date", "commit", "class", "fault", "end", "seconds", "lost", "exit_c
 def write_csv(results: dict[str, Outcome], path: Path) -> None:
     """Write a row per fault, as in benchmarks/faults.csv.
 
-    end: ends or goes on. seconds: from the fault to the last process's end; empty if the fault was left out. verdict:
-    empty if the fault ended as it should."""
+    Its end is how the run should end. Its seconds, from the fault to the last process's end, are empty if the fault was
+    left out. Its verdict is empty if the fault ended as it should."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

@@ -1,4 +1,4 @@
-"""Kill random ranks of a run with SIGKILL at random moments. After restarts, the result must not differ.
+"""Kill random ranks of a run at random moments, and check that the resumed run ends like an undisturbed one.
 
     python benchmarks/bench_kills.py [--kills 30] [--plugin zero2] [--checkpoint_format whole] [--results FILE]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_lora.py [--rank 16] [--layers 32768x1152x4608 ...] [--seconds 0.2] [--results FILE]
 
-A layer is ROWSxINxOUT. The lines of the output are:
+A layer is ROWSxINxOUT. The program times:
 
     output                x W^T + thin b^T + bias, with thin = x a^T already computed
     input's gradient      dy W + dthin a

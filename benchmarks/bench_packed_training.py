@@ -10,7 +10,7 @@ number of tokens, in one of these ways:
     buckets    micro-batches of one size, each with the same number of tokens (``--bucket_tokens``)
     by size    micro-batches of one size, each with the same number of samples (``--batch_size``): as many as fit into a
                step if they are the longest
-    padded     every sample padded to the longest, so that a step takes as long as with the longest samples
+    padded     every sample padded to the longest length
 
 "mix" has 4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256 tokens. "lognormal" draws multiples of 256 tokens up to 32,768,
 with a median of 2,048 and a sigma of log 2.5. For micro-batches of one size, the time per token is the mean over sizes,

@@ -1,10 +1,10 @@
-"""Compare our public models with diffusers' on the same random weights: forward pass, latents, training step.
+"""Compare our implementations of public models with diffusers' in forward passes, latents and training steps.
 
     python benchmarks/bench_public.py [--models flux wan-1.3b z-image] [--train] [--results FILE]
     python benchmarks/bench_public.py --tiny
 
-The networks have the published sizes. The weights are drawn on the device and rounded to bf16. diffusers' network has
-the dtypes from ``from_pretrained(torch_dtype=torch.bfloat16)``. It runs eagerly, and with compiled blocks as in
+The networks have the published sizes and share random weights, which are rounded to bf16. diffusers' network has the
+dtypes from ``from_pretrained(torch_dtype=torch.bfloat16)``. It runs eagerly, and with compiled blocks as in
 ``compile_repeated_blocks()``. It uses cuDNN's attention, the fastest one here. In training it uses torch's flash
 attention, because cuDNN's gradients are wrong under torch.compile. Our network runs eagerly, and as a CUDA graph.
 

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_state.py --batch_size 32 --plugin ddp --full_ema
     python benchmarks/bench_state.py --model DiT-Ti/2 --image_size 64 --batch_size 4 --precision fp32      (a CPU)
 
---full_ema stores the whole average on every rank, as plain training loops do, to compare peak memory.
+--full_ema keeps the complete average on every rank, as plain training loops do, to compare peak memory.
 """
 
 import argparse

@@ -116,7 +116,10 @@ def measure(
     repeats = max(LEAST_STEPS, min(50, int(budget / max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2)))))
 
     def trial(name: str) -> float:
-        with exchanging(name != COMPUTE_ONLY), overlapping(name == OVERLAPPED):  # has no effect on a recorded graph
+        with (
+            exchanging(name != COMPUTE_ONLY),
+            overlapping(name == OVERLAPPED),
+        ):  # for CPUs; a recorded graph stays as it is
             return timed(mesh, works[name], repeats)
 
     return interleaved(trial, COMPUTE_ONLY, [name for name in works if name != COMPUTE_ONLY], rounds)

@@ -1,4 +1,4 @@
-"""Time whole training steps of DiT for each plugin and precision, compared with a plain DiT in autocast bf16.
+"""Time complete training steps of DiT for each plugin and precision, compared with a plain DiT in autocast bf16.
 
     python benchmarks/bench_train.py --batch_size 128 [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_train.py --no_plain
