@@ -1,4 +1,4 @@
-"""Fixtures of the tests of training."""
+"""Fixtures for the training tests."""
 
 from tests.training.programs import start
 

@@ -1,4 +1,4 @@
-"""Start training programs with one or more ranks, as a user does, and inject faults."""
+"""Start training with one or more ranks, as a user does, and inject faults."""
 
 import contextlib
 import multiprocessing
@@ -19,16 +19,16 @@ from tests.ranks import context, free_port
 from train import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
-SOON = 15.0  # promised most seconds from the fault to the end of the last process
+SOON = 15.0  # at most this many seconds may pass from the fault to the end of the last process
 LONG = [*ARGV, "--max_steps", "1000000", "--ckpt_every", "0"]
 
 # ------------------------------------------------------------------------------------------ running
 
 
 def program(argv: list[str], environment: dict[str, str], log: str, fault: Callable[[], None] | None) -> None:
-    """Call ``fault``, which breaks something, and run a rank in this process. Output goes to the file ``log``."""
+    """Call ``fault``, which breaks something, then run one rank in this process. Output goes to the file ``log``."""
     os.environ.update(environment)
-    # The default start method of a program from a shell (up to Python 3.13). In this process it would be forkserver.
+    # A program started from a shell forks by default (up to Python 3.13). This process would use forkserver instead.
     multiprocessing.set_start_method(os.environ.get("START_METHOD", "fork"), force=True)
     torch.set_num_threads(1)
     with open(log, "w") as file:
@@ -41,7 +41,7 @@ def program(argv: list[str], environment: dict[str, str], log: str, fault: Calla
 
 
 class Run:
-    """The processes of a training run: its ranks and all of their child processes."""
+    """The processes of a training run: its ranks and their child processes."""
 
     def __init__(self, folder: Path, ranks: int, argv: list[str], faults: dict[int, Callable] | None = None):
         self.outputs = folder / "out"

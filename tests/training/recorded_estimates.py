@@ -1,7 +1,6 @@
-"""Record the estimates of memory and work from before they became sums over plans (commit 7e175ea).
+"""Record the memory and work estimates from before they became sums over plans (commit 7e175ea).
 
-python -m tests.training.recorded_estimates     # writes recorded_estimates.json; only where the estimate is known right
-"""
+python -m tests.training.recorded_estimates     # writes recorded_estimates.json; run it only on estimates known to be right"""
 
 import json
 from pathlib import Path
@@ -50,13 +49,13 @@ def configs() -> dict[str, DiTConfig]:
 
 
 def _config(name: str, **options) -> DiTConfig:
-    """Build a configuration for latents of 32 x 32, with 3 frames for video, or 6 where a patch has 2."""
+    """Build a configuration for latents of 32 x 32. Videos have 3 frames, or 6 if a patch spans 2 frames."""
     frames = 6 if name.endswith("222") else 3 if is_video(name) else None
     return model_config(name, input_size=(32, 32), in_channels=4, frames=frames, **options)
 
 
 def setups(config: DiTConfig) -> list[Setup]:
-    """Return every setup of the architecture that changes its activations, and every plugin."""
+    """Return setups that cover everything that changes the activations, and every plugin."""
     found = []
     for plugin, precision in (("zero2", "bf16"), ("ddp", "bf16"), ("ddp", "fp32")):
         for fused in (True, False):

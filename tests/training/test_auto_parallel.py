@@ -1,4 +1,4 @@
-"""``--parallel auto``: what it proposes is what the run accepts and what fits, and nothing faster was left out."""
+"""``--parallel auto`` proposes settings that the run accepts and that fit, and overlooks no faster ones."""
 
 import math
 import re
@@ -52,10 +52,10 @@ def chosen(words: str, world: int, gib: float = 131.4, node: int = 8, hardware=H
 
 
 def check_as_typed(words: str, world: int, capacity: float, one) -> None:
-    """The proposal, typed in the place of auto, passes what a run checks, and is what was priced."""
+    """Check that a run with the proposed flags passes all checks and matches the configuration that was priced."""
     plain = "--no_grad_checkpoint --recompute none --reshard auto --grad_accumulation 1"
     flags = parse(TrainConfig, f"{words} {plain} {one.candidate} --dry_run {world}".split())
-    flags = replace(flags, given=flags.given & {"image_size"})  # (what a recipe set is said twice)
+    flags = replace(flags, given=flags.given & {"image_size"})  # the proposal repeats what the recipe set
     settled, _ = flags.resolve(world, has_gpu=True)
     for name, value in asdict(one.candidate).items():
         assert getattr(settled, name) == value, name
@@ -88,13 +88,13 @@ def test_what_is_proposed_is_accepted_and_fits(model, world, node, gib, samples)
     for one in found:
         check_as_typed(words, world, gib * GIB, one)
         sharing = one.candidate.tensor_parallel_size * one.candidate.sequence_parallel_size
-        assert min(node, world) % sharing == 0  # never across machines
+        assert min(node, world) % sharing == 0  # groups never span machines
         assert one.samples == samples * world
 
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory):
-    """Return the folder of a FLUX.1 of the published size, of zeros that take no space."""
+    """Return the flags for a FLUX.1 model in its published size. The weights are zeros and take no disk space."""
     folder = tmp_path_factory.mktemp("auto") / "flux"
     write_folder("flux", folder, empty=True)
     return f"--pretrained {folder} --image_size 512 {FAST}"
@@ -131,7 +131,7 @@ def test_more_memory_and_faster_links_are_never_slower():
 
 
 def test_nothing_better_was_left_out():
-    """Against all candidates, priced one by one without leaving any out."""
+    """The best choice is the best of all candidates, priced one by one."""
     flags = flags_of(f"{LONG} --dry_run 4 --global_batch_size 8")
     where = Circumstances(4, 4, 100 * GIB, H200)
     search = auto_parallel.Search(flags, data_of(flags, where), where)
@@ -143,13 +143,13 @@ def test_nothing_better_was_left_out():
 
 @pytest.mark.parametrize("world", [1, 3, 6, 512])
 def test_odd_numbers_of_ranks(world):
-    one = chosen(f"{CLIPS} --model vDiT-XL/122", world)[0]  # 1 sample a rank, as the flags say
+    one = chosen(f"{CLIPS} --model vDiT-XL/122", world)[0]  # 1 sample per rank, as in the flags
     assert one.candidate.plugin in auto_parallel.PLUGINS and one.samples == world
 
 
 def test_what_others_recommend():
-    """NeMo's rules of thumb: shards alone where they fit, sequences shared for length, layers divided last and within a
-    machine."""
+    """NeMo's rules of thumb: use sharding alone where it fits, share sequences when they are long, and divide layers
+    last, within a machine."""
     simple = chosen(f"{PICTURES} --global_batch_size 1024", 8)[0].candidate
     assert (simple.sequence_parallel_size, simple.tensor_parallel_size, simple.recompute) == (1, 1, "none")
     assert chosen(f"{CLIPS} --global_batch_size 64", 32)[0].candidate.dimensions == 0
@@ -171,13 +171,13 @@ def test_experts_are_divided_where_that_is_asked_for_or_pays():
 
 
 def test_pipelines_come_last():
-    """Pipelines are considered when asked for, or when nothing else fits; their idle time counts."""
+    """Pipelines are considered only when requested or when nothing else fits. Their idle time counts."""
     asked = chosen(f"{CLIPS} --global_batch_size 32 --pipeline_parallel_size 2", 16)[0]
     assert asked.candidate.pipeline_parallel_size == 2 and asked.cost.work["bubble"] > 0
     assert asked.cost.traffic["stages"].bytes > 0 and asked.samples == 32
     without = chosen(f"{CLIPS} --global_batch_size 32", 16)[0]
     assert without.candidate.pipeline_parallel_size == 1 and without.price < asked.price
-    assert asked.cost.work["products"] < 1.1 * without.cost.work["products"]  # all ranks do the same work in all
+    assert asked.cost.work["products"] < 1.1 * without.cost.work["products"]  # all ranks together do the same work
 
 
 def test_given_flags_are_kept_and_a_recipe_s_are_not():
@@ -191,15 +191,17 @@ def test_given_flags_are_kept_and_a_recipe_s_are_not():
             "cheap",
         )
         assert kept.batch_size <= 3 and not kept.grad_checkpoint
-    assert not chosen(f"{LONG} --global_batch_size 4", 4)[0].candidate.grad_checkpoint  # which the recipe has
+    assert not chosen(f"{LONG} --global_batch_size 4", 4)[
+        0
+    ].candidate.grad_checkpoint  # the recipe sets grad_checkpoint
     assert {one.candidate.plugin for one in chosen(f"{CLIPS} --reshard never", 8)} == {"fsdp"}
     across = chosen(f"{LONG} --global_batch_size 4 --sequence_parallel_size 16", 32)[0].candidate
-    assert across.sequence_parallel_size == 16  # noted when the flags are settled
+    assert across.sequence_parallel_size == 16  # resolving the flags prints a note about it
 
 
 def test_the_samples_of_a_step_are_those_of_the_flags():
     assert chosen(f"{CLIPS} --batch_size 2 --sequence_parallel_size 2", 8)[0].samples == 8
-    odd = chosen("--recipe pretrain_7b_256p_joint --data_path mock", 6)[0]  # 256 of the recipe, not given
+    odd = chosen("--recipe pretrain_7b_256p_joint --data_path mock", 6)[0]  # 256 is from the recipe, not from a flag
     ranks = 6 // odd.candidate.sequence_parallel_size
     assert 256 - ranks < odd.samples <= 256 and odd.samples % ranks == 0
     assert chosen(f"{CLIPS} --batch_size 1 --grad_accumulation 4", 4)[0].candidate.grad_accumulation == 4
@@ -213,7 +215,7 @@ def test_what_can_t_be_done_is_said():
     with pytest.raises(ValueError, match="tensor_parallel_size 5"):
         chosen(f"{CLIPS} --tensor_parallel_size 5", 5)
     state = chosen("--recipe mock_pretrain_28b_256p_joint --global_batch_size 4", 4, 79)[0].candidate
-    assert state.offload == "state"  # nothing fits without
+    assert state.offload == "state"  # nothing fits without it
 
 
 def test_words_name_the_limit_and_the_bytes():
@@ -249,7 +251,7 @@ def on_ranks(mesh, folder: str) -> tuple:
 
 
 def test_ranks_agree_and_train(tmp_path, capfd):
-    """Rank 0 decides for all, its error is everybody's, and what it decides is trained."""
+    """Rank 0 decides for all ranks, all ranks raise its error, and the chosen setup trains."""
     found = run_ranks(2, on_ranks, str(tmp_path))
     assert found[0] == found[1]
     dims, parallel, size, refused, _ = found[0]
@@ -268,7 +270,7 @@ def test_dry_run_plans_what_is_not_here(capsys, monkeypatch):
 
 
 def test_groups_that_cross_machines_are_noted(monkeypatch):
-    """Machines are as large as torchrun says, or --gpus_per_node; of --dry_run 8."""
+    """The size of a machine is torchrun's LOCAL_WORLD_SIZE or --gpus_per_node, and 8 for a dry run."""
 
     def notes(words: str, world: int) -> list[str]:
         _, said = parse(TrainConfig, f"{CLIPS} {words}".split()).resolve(world, has_gpu=True)
@@ -280,6 +282,6 @@ def test_groups_that_cross_machines_are_noted(monkeypatch):
     both = notes("--sequence_parallel_size 4 --tensor_parallel_size 4 --dry_run 16", 16)
     assert len(both) == 1 and "--sequence_parallel_size 4 with --tensor_parallel_size 4: groups of 16" in both[0]
     assert len(notes("--tensor_parallel_size 4 --dry_run 16 --gpus_per_node 2", 16)) == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # a run of two machines, as torchrun starts it
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # a run on two machines, as torchrun starts it
     assert notes("--tensor_parallel_size 2", 4) == [] and len(notes("--tensor_parallel_size 4", 4)) == 1
     assert notes("--tensor_parallel_size 4 --gpus_per_node 4", 4) == []

@@ -1,4 +1,4 @@
-"""Runs of LoRA whose frozen blocks are stored in fewer bits: of several ranks, resumed, drawn and exported."""
+"""LoRA with frozen blocks stored in fewer bits: training on several ranks, resuming, sampling and export."""
 
 import contextlib
 import json
@@ -22,20 +22,20 @@ from tests.training.test_public_lora import LORA
 from tests.training.test_public_training import losses, run, sizes, write_folders  # noqa: F401 (sizes is a fixture)
 
 KINDS = ("fp8", "int8", "nf4")
-# The largest relative difference of a loss from that of a run with all weights as they are.
+# The largest relative difference between a loss and that of a run with unquantized weights.
 OFF = {"fp8": 0.03, "int8": 0.01, "nf4": 0.15}
-COPIES = 17  # before that of the third step's backward pass which a signal interrupts
+COPIES = 17  # block copies before the one that a signal interrupts, in the third step's backward pass
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Return a folder with the pipeline of a FLUX.1, and with pictures."""
+    """Return a folder with a small FLUX.1 pipeline and with pictures."""
     return write_folders(tmp_path_factory.mktemp("public"), ["flux"])
 
 
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
-    """Return what gives a run in a precision of the frozen blocks."""
+    """Return a function that trains with the frozen blocks in a precision, once per precision."""
     return cache(lambda kind: run(folders, "flux", tmp_path_factory.mktemp(kind), *LORA, "--base_precision", kind))
 
 
@@ -47,7 +47,7 @@ def test_the_curve_is_that_of_whole_weights_within_the_precisions_error(trained,
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_resumes_bit_for_bit(folders, trained, kind, tmp_path):
     half = run(folders, "flux", tmp_path, *LORA, "--base_precision", kind, steps=2)
-    run(folders, "flux", tmp_path, *LORA[4:], "--load", str(half), load=True)  # it knows its precision, too
+    run(folders, "flux", tmp_path, *LORA[4:], "--load", str(half), load=True)  # the checkpoint knows its precision, too
     assert losses(half) == losses(trained(kind))
     for file in ("model", "ema", "optimizer_000"):
         one, other = (load_file(each / f"checkpoints/latest/{file}.safetensors") for each in (trained(kind), half))
@@ -87,7 +87,7 @@ def test_its_lora_is_merged_into_the_folders_own_weights(folders, trained, tmp_p
     assert changed == {f"{layer}.weight" for layer in layers}
     key = next(key for key in sorted(changed) if "to_out" in key)
     added = torch.linalg.svdvals((after[key] - before[key]).double())
-    assert added[2] < 1e-5 * added[0]  # of rank 2, beside the folder's weights and not the stored ones
+    assert added[2] < 1e-5 * added[0]  # rank 2, added to the folder's weights and not to the quantized ones
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_kind_is_recorded(trained):
 
 @pytest.mark.parametrize(("offload", "plugin"), (("blocks", "zero2"), ("blocks:2", "ddp")))
 def test_blocks_in_host_memory_change_no_bit(folders, tmp_path, capsys, offload, plugin):
-    """A run whose blocks are recomputed, with all of them resident and with some in host memory; its grids, too."""
+    """Runs with recomputed blocks match, samples included, whether or not blocks are kept in host memory."""
     more = ("--grad_checkpoint", "--base_precision", "nf4", "--sample_every", "4", "--sample_steps", "2")
     resident = run(folders, "flux", tmp_path / "resident", *LORA, *more)
     found = run(folders, "flux", tmp_path / plugin, *LORA, *more, "--offload", offload, "--plugin", plugin)
@@ -125,7 +125,7 @@ def test_blocks_in_host_memory_change_no_bit(folders, tmp_path, capsys, offload,
 
 
 def train_until(number: int, folders, outputs, more: list[str]) -> None:
-    """Train, and get a signal half way through the copy of a block to the ring, in the third step's backward pass."""
+    """Train, and get a signal while a block is half copied into the ring, in the third step's backward pass."""
     copy, copies = vars(StreamedBlocks)["_copy"], iter(range(10**6))
 
     def interrupted(self, block: int) -> None:
@@ -134,18 +134,18 @@ def train_until(number: int, folders, outputs, more: list[str]) -> None:
             os.kill(os.getpid(), number)
         copy(self, block)
 
-    # A ring of one slot: of the model's four blocks each is copied again in every pass.
+    # The ring has one slot, so each of the model's four blocks is copied again in every pass.
     with mock.patch.object(StreamedBlocks, "_copy", interrupted), mock.patch.object(host_memory, "AHEAD", 0):
         run(folders, "flux", outputs, *LORA, *more)
 
 
 WHOLE = "--lr 1e-3 --ema_decay 0.1 --no_ema_warmup --batch_size 4 --plugin fsdp".split()
 FROZEN = (*LORA[:-1], "4", "--plugin", "fsdp")
-GATHERS = 380  # of shards, 140 a step, before that in the third backward pass which a signal interrupts
+GATHERS = 380  # shards gathered, 140 a step, before the one that a signal interrupts, in the third backward pass
 
 
 def on_two(mesh, folders, outputs, how, number, more) -> None:
-    """Train on two ranks. number: signal that both get while a shard travels to be gathered, in the third step."""
+    """Train on two ranks. Both get the signal ``number``, unless it is 0, while a shard is gathered in step three."""
     several_programs()
     inputs, gathers = vars(FSDPParam)["all_gather_inputs"], iter(range(10**6))
 
@@ -162,8 +162,8 @@ def on_two(mesh, folders, outputs, how, number, more) -> None:
 
 @pytest.mark.parametrize("how", [WHOLE, FROZEN], ids=["all weights", "LoRA"])
 def test_shards_in_host_memory_change_no_bit_of_a_run(folders, tmp_path, how):
-    """Two ranks under fsdp, with all shards on the device and with shards of blocks in host memory; undisturbed, and
-    killed or stopped while a block travels."""
+    """Under fsdp on two ranks, a run is the same with all shards on the device and with some in host memory. The same
+    holds if the run is killed or stopped while a block is copied, and resumed."""
 
     def trained(name, number, *more):
         run_ranks(2, on_two, folders, tmp_path / name, how, number, ["--ckpt_every", "1", *more])

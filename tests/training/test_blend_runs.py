@@ -1,4 +1,4 @@
-"""Training on several sources: a resume draws the samples of an uninterrupted run, and says so where it can't."""
+"""Training on several sources: a resumed run sees the samples of an uninterrupted one, or prints that it cannot."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_resume_goes_on_with_the_same_samples(sources, tmp_path, no_ranks):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     last, same = lines(whole)[-1], lines(resumed)[-1]
     assert last["step"] == same["step"] == 7 and last["loss"] == same["loss"] and last["sources"] == same["sources"]
-    # 16 samples by 3 to 1, then 12 by 1 to 3, each to within a sample.
+    # 16 samples at 3 to 1, then 12 at 1 to 3, each correct to within one sample.
     drawn = {name: source["share"] * 28 for name, source in last["sources"].items()}
     assert abs(drawn["a"] - 15) < 2 and abs(drawn["b"] - 13) < 2 and sum(drawn.values()) == pytest.approx(28, abs=0.01)
 

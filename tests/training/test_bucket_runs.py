@@ -1,4 +1,4 @@
-"""Training with --bucket_tokens: a resume goes on with the same samples; what is refused."""
+"""Training with --bucket_tokens: resuming continues with the same samples, and bad flags are refused."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_a_resume_goes_on_with_the_same_samples(pictures, tmp_path, no_ranks, mo
 def test_other_micro_batches_go_on_with_the_same_samples(
     pictures, tmp_path, no_ranks, monkeypatch, capsys, first, then
 ):
-    """The parts of one shape are those that the run began with, where micro-batches lie within them."""
+    """The groups of one shape stay as they were at the start of the run if the new micro-batches fit within them."""
     monkeypatch.setenv(FOLDER, str(tmp_path / "sizes"))
     monkeypatch.chdir(tmp_path)
 
@@ -68,12 +68,15 @@ def test_other_micro_batches_go_on_with_the_same_samples(
     capsys.readouterr()
     resumed = run(pictures, tmp_path / "parts", 6, "--load", "latest", *flags(then))
     out, losses = capsys.readouterr().out, [[line["loss"] for line in lines(each)][-3:] for each in (whole, resumed)]
-    if (first, then) == ("1 4", "4 1"):  # a micro-batch of four lots has no place in parts of one
+    if (first, then) == (
+        "1 4",
+        "4 1",
+    ):  # a micro-batch of four groups does not fit where each group may have another shape
         assert "the parts of one shape in a step 4 -> 1: the curve is another from here on" in out
         assert not np.allclose(*losses, rtol=1e-4)
     else:
         assert "the curve is another" not in out and np.allclose(*losses, rtol=1e-5)
-        again = run(pictures, tmp_path / "parts", 7, "--load", "latest", *flags(first))  # and back
+        again = run(pictures, tmp_path / "parts", 7, "--load", "latest", *flags(first))  # back to the first split
         assert "the curve is another" not in capsys.readouterr().out and len(lines(again)) == 7
 
 

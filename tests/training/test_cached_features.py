@@ -1,4 +1,4 @@
-"""preprocess.py latents --repa and train.py --repa cached: the features of the encoder, and the curve with it."""
+"""``preprocess.py latents --repa`` with ``train.py --repa cached`` matches the online encoder in features and losses."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_features_and_curve_are_those_of_the_encoder(size, make, pictures, vae, 
 
 
 def _refuses_others(folder: Path) -> None:
-    """Features of another width than the index says are damage."""
+    """Check that features of another width than the index gives are reported as damaged."""
     before = (folder / "index.json").read_text()
     (folder / "index.json").write_text(before.replace('"width": 12', '"width": 13'))
     with pytest.raises(BadSample, match=r"features of shape \[2, 16, 12\], not \[2, 16, 13\]"):

@@ -1,4 +1,4 @@
-"""Captions that an encoder cuts, and those that say nothing, are said before a start, whatever the source."""
+"""Before training, the log counts captions that the text encoder cuts or that say nothing, for every data source."""
 
 import json
 from itertools import cycle
@@ -30,7 +30,7 @@ LONG = "A photograph taken in the early morning light, wide angle, of a place wh
 
 
 def table(folder: Path, *captions: str, rows: int = 8, name: str = "a.csv") -> Path:
-    """A CSV of pictures with these captions in turn."""
+    """Write a CSV of pictures that repeats these captions in turn."""
     folder.mkdir(exist_ok=True)
     lines = ["path,text"]
     for row, caption in zip(range(rows), cycle(captions), strict=False):
@@ -105,7 +105,7 @@ def test_counts_are_those_of_one_caption_after_the_other(texts):
         map(stands_for_nothing, there)
     )
     for limit in (1, 5, longest - 1, longest):
-        # What the encoder itself keeps of them.
+        # Compare with what the encoder keeps.
         if limit >= 1:
             kept = [int((encode_bytes([text], limit) > 1).sum()) for text in there]
             full = [len(text.encode("utf-8", "replace")) for text in there]
@@ -134,7 +134,7 @@ def test_the_length_that_fits():
 
 
 class Many:
-    """A hundred million captions, of which none is in memory."""
+    """A hundred million captions that are made when read."""
 
     def __len__(self):
         return 10**8
@@ -166,18 +166,18 @@ def test_sets_that_differ_late_train_apart_and_the_length_is_kept(tmp_path, no_r
     assert len(lines) == 2 and all("--text_encoder bytes takes 320 tokens" in line for line in lines)
     assert all("the longest of 8 has 279" in line and "0.png" in line for line in lines)
     assert tokens_of(runs[0]) == 320
-    # A resume keeps it, though shorter captions would take less.
+    # A resumed run keeps its length, though shorter captions would need less.
     short = table(tmp_path / "short", "short")
     resumed = run(tmp_path / "run a", short, "--load", "latest", steps=5)
     assert tokens_of(resumed) == 320 and len(losses(resumed)) == 5 and not said(capsys)
-    # So does a run that begins with the weights, and a flag has the last word.
+    # A run that starts from these weights keeps the length, too; a flag overrides it.
     assert tokens_of(run(tmp_path / "again", short, "--pretrained", str(runs[0]))) == 320
     assert tokens_of(run(tmp_path / "flag", short, "--pretrained", str(runs[0]), "--max_text_tokens", "9")) == 9
 
 
 def test_what_a_flag_or_earlier_weights_cut_is_said(tmp_path, no_ranks, capsys):
     data = table(tmp_path / "a", LONG, "short")
-    before = run(tmp_path / "before", data, "--max_text_tokens", "64")  # as earlier versions began all runs
+    before = run(tmp_path / "before", data, "--max_text_tokens", "64")  # as all runs of earlier versions began
     cut = "captions: 4 of 8 are longer than the 64 tokens of --text_encoder bytes, and are cut; the longest has 78"
     (line,) = said(capsys)
     assert cut in line and line.endswith("; --max_text_tokens 78 takes them whole")
@@ -271,7 +271,7 @@ def test_a_frozen_encoders_captions_are_counted_by_its_tokenizer(tmp_path, no_ra
     assert f"{over} of the 8 looked at among 8 were cut to the 30 tokens" in cut and "none: 2" in missing
     before = build_dataset(str(tmp_path / "cache"), 16, seed=0).fingerprint().identity
     index = json.loads((tmp_path / "cache" / "index.json").read_text())
-    del index["sizes"][0]["captions"]  # as an earlier version wrote it
+    del index["sizes"][0]["captions"]  # as written by an earlier version
     (tmp_path / "cache" / "index.json").write_text(json.dumps(index))
     assert build_dataset(str(tmp_path / "cache"), 16, seed=0).fingerprint().identity == before
     run(tmp_path / "run 3", tmp_path / "cache", *latents)

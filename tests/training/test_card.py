@@ -1,4 +1,4 @@
-"""--card: what is chosen for a card fits it by the estimate of a plain dry run, and what was faster does not."""
+"""--card chooses flags that fit the card by a plain dry run's estimate, and the next faster choice does not fit."""
 
 import re
 
@@ -22,7 +22,7 @@ def shown(text: str, capsys) -> str:
 
 def needs(words: str, capsys, world: int = 1) -> float:
     """Return the GiB that a plain dry run with these flags estimates."""
-    words = re.sub(" --grad_accumulation .", "", words)  # which follows from --global_batch_size
+    words = re.sub(" --grad_accumulation .", "", words)  # --global_batch_size sets it
     found = re.search(r"memory.*? +([\d.]+) GiB a GPU", shown(f"{LARGE.format(world)} {words}", capsys))
     assert found is not None
     return float(found[1])
@@ -46,12 +46,12 @@ def test_flags_that_are_given_stay(capsys):
     said = shown(f"{LARGE.format(1)} --lora 8 --recompute but_attention --batch_size 1 --card 80", capsys)
     assert "--card 80: --lora 8 --mixed_precision bf16 --recompute but_attention --batch_size 1 --grad_acc" in said
     said = shown(f"{LARGE.format(4)} --lora 8 --card 9", capsys)
-    assert "--plugin fsdp" in said.split("\n")[0]  # whose ranks divide the frozen weights
+    assert "--plugin fsdp" in said.split("\n")[0]  # fsdp ranks divide the frozen weights
 
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory):
-    """Return the folder of a FLUX.1 of the published size, of zeros that take no space."""
+    """Return the folder of a FLUX.1 in its published size. The weights are zeros and take no disk space."""
     folder = tmp_path_factory.mktemp("cards") / "flux"
     write_folder("flux", folder, empty=True)
     return folder

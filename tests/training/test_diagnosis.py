@@ -1,4 +1,4 @@
-"""The log names the origin of gradients that are not finite, and slow ranks."""
+"""The log names slow ranks and the origin of gradients that are not finite."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from train import Inputs
 
 
 def weight_spoilt_from_step_3() -> None:
-    """One weight of rank 1's third block becomes infinite, in the place from which the forward pass reads it."""
+    """From step 3 on, make one weight in rank 1's third block infinite, in the copy that the forward pass reads."""
     true_build, true_inputs, engines = building.build_model_and_engine, Inputs.of, []
 
     def build(spec):
@@ -31,7 +31,7 @@ def weight_spoilt_from_step_3() -> None:
 
 @pytest.mark.parametrize("plugin", ["zero2", "ddp", "gemini", "fsdp"])
 def test_the_first_module_that_is_not_finite_is_named(start, plugin):
-    shared = plugin in ("gemini", "fsdp")  # weights: no rank has a wrong one by itself
+    shared = plugin in ("gemini", "fsdp")  # weights are sharded, so no single rank can have a wrong one
     faults = {0: latents_spoilt_from_step_3} if shared else {1: weight_spoilt_from_step_3}
     argv = [*LONG, "--max_bad_steps", "3", "--plugin", plugin, "--mixed_precision", "bf16"]
     run = start(2, argv, faults)
@@ -58,7 +58,7 @@ def latents_spoilt_from_step_3() -> None:
 
 
 def slow_rank() -> None:
-    # Each of the two lines of the log loses three seconds. The first steps of a busy machine can take ten, and the
+    # Each of the two log lines covers three seconds of delay. The first steps on a busy machine can take ten, and the
     # warning needs a tenth of the time.
     Inputs.of = after(0, lambda: time.sleep(1.5))
 

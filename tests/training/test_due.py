@@ -1,4 +1,4 @@
-"""The actions after each step, against their conditions written out."""
+"""The actions after each step match their conditions, which are written out here."""
 
 import itertools
 import random
@@ -36,7 +36,7 @@ def flags_of(
 
 
 def written_out(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
-    """Return, for each step, whether the host looks at the loss, and the actions that are due."""
+    """Return, for each step, whether the host looks at the loss, and which actions are due."""
 
     def due(done, every):
         return every > 0 and done % every == 0
@@ -73,7 +73,7 @@ def decided(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
     for done, (bad, fault, stopping) in enumerate(happens, 1):
         looks = agenda.step_done(done, stopping)
         if looks:
-            seen = bad, bad and fault  # as of the last look: the host knows no more
+            seen = bad, bad and fault  # the host only knows what it saw when it last looked
         found.append((looks, agenda.due(*seen)))
         if stopping:
             break
@@ -91,7 +91,7 @@ def test_every_decision_is_the_one_written_out(seed):
     for setting in SETTINGS + VALIDATING + EVALUATING:
         flags, happens, bad, fault = flags_of(*setting), [], False, False
         for _ in range(STEPS):
-            bad = numbers.random() < (0.8 if bad else 0.2)  # they come in a row
+            bad = numbers.random() < (0.8 if bad else 0.2)  # bad steps come in a row
             fault = numbers.random() < 0.7
             happens.append((bad, fault, numbers.random() < 0.02))
         assert decided(flags, STEPS, happens) == written_out(flags, STEPS, happens), (setting, happens)
@@ -119,8 +119,8 @@ def test_a_save_waits_until_a_step_is_taken_again():
 
 @pytest.mark.parametrize("fault", [True, False])
 def test_a_run_that_ends_skipping_saves_only_where_nothing_is_wrong(fault):
-    """fp16 that lowers its loss scale is no fault."""
-    for end in (12, 8):  # its last step, or a signal
+    """Lowering the loss scale in fp16 is not a fault."""
+    for end in (12, 8):  # the last step, or a signal
         happens = fine(end - 1) + [(True, fault, end == 8)]
         _, due = decided(flags_of(), 12, happens)[-1]
         assert due == Due(log=True, save=not fault, refuse=fault, draw=end == 12)

@@ -1,4 +1,4 @@
-"""The duration of a dry run, and of the steps left: steps by seconds, in the unit that fits."""
+"""The predicted duration of a run is its number of steps times the step time, in a suitable unit."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The averages of whole runs against the equation, in float64 from the weights of every checkpoint."""
+"""The weight averages of full runs match the EMA formula, computed in float64 from every checkpoint's weights."""
 
 import json
 from pathlib import Path
@@ -20,14 +20,13 @@ AVERAGES = {0.9999: "ema.safetensors", 0.05: "ema_0.05.safetensors"}
 
 
 def train_to(steps: int, outputs: Path, *more: str) -> Path:
-    """The folder of a run's checkpoints."""
+    """Train and return the folder of the checkpoints."""
     train.main([*ARGV, "--max_steps", str(steps), "--outputs", str(outputs), *more])
     return outputs / "000-DiT-Ti-2" / "checkpoints"
 
 
 def check(checkpoints: Path, decay_of, first: int, last: int) -> None:
-    """The averages after updates ``first`` to ``last`` follow from those before. decay_of(n, decay): of the update
-    after n others."""
+    """Check that averages ``first`` to ``last`` follow from earlier ones. ``decay_of(n, _)`` is the decay after n updates."""
     for decay, file in AVERAGES.items():
         average = {n: t.double() for n, t in load_file(at(checkpoints, first - 1) / file).items()}
         for step in range(first, last + 1):
@@ -58,14 +57,16 @@ def test_a_new_run_warms_up_and_says_so(tmp_path, no_ranks, capsys):
     checkpoints = train_to(4, tmp_path)
     assert "EMA decay 0.9999, 0.05, warm-up" in " ".join(capsys.readouterr().out.split())
     one = [load_file(at(checkpoints, 1) / name) for name in ("model.safetensors", "ema.safetensors")]
-    assert all((one[0][name] - one[1][name]).abs().max() < 1e-7 for name in one[0])  # the first update copies
+    assert all(
+        (one[0][name] - one[1][name]).abs().max() < 1e-7 for name in one[0]
+    )  # the first update copies the weights
     check(checkpoints, warmed_up, 2, 4)
     starts = json.loads((checkpoints.parent / "config.json").read_text())
     assert '"ema_warmup": true' in json.dumps(starts)
 
 
 def rewrite_fingerprint(folder: Path, **values) -> None:
-    """Rewrite a checkpoint's fingerprint like an earlier version; None removes a setting that it did not know."""
+    """Rewrite a checkpoint's fingerprint as an earlier version did. None removes a setting."""
     state = json.loads((folder / "state.json").read_text())
     for name, value in values.items():
         del state["fingerprint"][name]
@@ -96,7 +97,7 @@ def test_a_resume_keeps_its_own_rule(stored, given, rule, told, tmp_path, no_ran
     said = [line for line in capsys.readouterr().out.splitlines() if "resume" in line and "ema_warmup" in line]
     assert [told in line for line in said] == ([True] if told else []), said
     check(checkpoints, rule, 4, 5)
-    train_to(6, tmp_path, "--load", "latest")  # and again, without the flag
+    train_to(6, tmp_path, "--load", "latest")  # again, without the flag
     check(checkpoints, rule, 6, 6)
 
 

@@ -1,5 +1,5 @@
-"""A run that fails, on one rank or two, leaves no process after seconds; the exit code is not 0 and the last line says
-why."""
+"""When a run of one or two ranks fails, all processes end within seconds, the exit code is not 0, and the last line
+gives the reason."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def test_an_exception_on_one_rank_ends_all_of_them(start, ranks):
     ended = json.loads((run.outputs / "000-DiT-Ti-2" / "ended.json").read_text())
     assert (ended["failed"], ended["done"], ended["stopped"]) == (True, False, False)
     text = run.logs[-1].read_text()
-    assert "Traceback" in text  # a defect of the program
+    assert "Traceback" in text  # a traceback, because this is a bug in the program
     assert run.last_line(ranks - 1) == ("error: " if ranks == 1 else "error: rank 1: ") + "KeyError: 'a defect'"
     assert text.count("error: ") == 1
     if ranks == 2:
@@ -104,7 +104,7 @@ def test_a_loader_process_that_runs_out_of_memory(start):
     assert "Traceback" not in run.logs[-1].read_text()
 
 
-@pytest.mark.parametrize(  # the kernel kills so without memory, and without /dev/shm
+@pytest.mark.parametrize(  # the kernel sends these when memory or /dev/shm is full
     ("ranks", "number"), [(2, signal.SIGKILL), (1, signal.SIGBUS)]
 )
 def test_a_killed_loader_process_ends_the_run(start, ranks, number):
@@ -183,9 +183,9 @@ def raise_and_close_for_ever() -> None:
 
 
 def close_for_ever() -> None:
-    """Block in close, like a thread that pins memory while the device waits for a lost rank."""
+    """Block in close, as a thread that pins memory does while the device waits for a lost rank."""
     Monitor.close = lambda self: time.sleep(1000)
-    opendit.parallel.supervisor.CLOSING = 1000.0  # which is for runs whose ranks are all there
+    opendit.parallel.supervisor.CLOSING = 1000.0  # that time limit is for runs that lost no rank
 
 
 def test_a_rank_killed_before_the_first_step_ends_the_other(start):
@@ -231,7 +231,7 @@ def slow_steps() -> None:
 
 
 def test_a_rank_lost_under_torchrun_ends_the_run(tmp_path):
-    """kill -9 took 33 s: torchrun's SIGTERM means "finish the step and save" to the rank that is left."""
+    """After kill -9, torchrun sends SIGTERM to the rank that is left, which would finish its step and save (33 s)."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     log, outputs = tmp_path / "log", tmp_path / "out"
     with open(log, "w") as file:

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_full_disk_leaves_the_last_checkpoint_and_fails_the_exit_code(kind, tmp_path, no_ranks, capsys):
     checkpoints = run_to(tmp_path, 2, "--checkpoint_format", kind)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # a real write fails in the middle of a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # writing really fails in the middle of a file
     try:
         with pytest.raises(SystemExit) as stop:
             run_to(tmp_path, 4, "--load", "latest", "--checkpoint_format", kind)
@@ -51,8 +51,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_fails_the_exit_code(kind, tm
     assert steps_in(checkpoints) == [1, 2] and not list(checkpoints.glob(".step*"))
     assert os.readlink(checkpoints / "latest") == "step_0000002" and damage(checkpoints / "latest") is None
     lines = [json.loads(line) for line in (checkpoints.parent / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training went on
-    run_to(tmp_path, 4, "--load", "latest")  # and with room again it resumes
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training continued
+    run_to(tmp_path, 4, "--load", "latest")  # with room on the disk it resumes
     assert steps_in(checkpoints) == [1, 2, 3, 4]
 
 
@@ -68,8 +68,8 @@ ls {disk}/000-DiT-Ti-2/checkpoints > {told}/after
 
 
 def test_a_disk_that_is_really_full(tmp_path, no_ranks):
-    """A small tmpfs, mounted where only the child sees it: two checkpoints and a half fit."""
-    environment = dict(os.environ)  # before a training in this process puts its rank there
+    """Fill a small tmpfs that only the child process sees and that has room for two and a half checkpoints."""
+    environment = dict(os.environ)  # copied before training in this process sets its rank there
     one = sum(path.stat().st_size for path in (run_to(tmp_path / "elsewhere", 1) / "latest").iterdir())
     disk, told = tmp_path / "disk", tmp_path / "told"
     disk.mkdir()
@@ -91,7 +91,7 @@ def test_a_disk_that_is_really_full(tmp_path, no_ranks):
     assert steps_in(checkpoints) == [1, 2] and not list(checkpoints.glob(".step*"))
     assert os.readlink(checkpoints / "latest") == "step_0000002" and damage(checkpoints / "latest") is None
     lines = [json.loads(line) for line in (told / "run/log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training went on
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training continued
     assert "resumed from" in done.stderr and "step_0000005" in (told / "after").read_text()
 
 
@@ -128,7 +128,7 @@ def test_a_failure_on_one_rank_is_every_ranks(tmp_path):
 
 
 def bad_steps(mesh, outputs: str) -> str:
-    """Rank 1's losses are not finite in steps 3 and 4, and then from step 8 on; the other rank's always are."""
+    """Make rank 1's noise infinite in steps 3 and 4, and then from step 8 on. The other rank's noise stays finite."""
     several_programs()
     true_inputs, bad = Inputs.of, {3, 4}
 
@@ -151,7 +151,8 @@ def test_no_save_while_steps_are_skipped(tmp_path):
     assert said.count("3 steps in a row had non-finite gradients") == 1
     assert "on rank 1 the noise was not finite for 4 of 4 samples (row " in said
     checkpoints = tmp_path / "000-DiT-Ti-2" / "checkpoints"
-    # 3 was skipped, and so was 4: its save was made after 5. After 7 no step was good, so there is no other.
+    # Steps 3 and 4 were skipped, so the save due at step 3 came after step 5. No step after 7 was good, so there is no
+    # later save.
     assert steps_in(checkpoints) == [5, 6, 7]
     states = [read_state(path) for path in sorted(checkpoints.glob("step_*"))]
     assert [(state["optimizer_steps"], state["skipped"]) for state in states] == [(3, 2), (4, 2), (5, 2)]
@@ -177,7 +178,7 @@ def train_alone(argv: list[str], environment: dict[str, str]) -> None:
 
 @pytest.fixture
 def launch():
-    """A function that starts two ranks; none outlives the test."""
+    """Return a function that starts two ranks. They are killed after the test."""
     started = []
 
     def start(argv: list[str]) -> list[Process]:
@@ -213,7 +214,7 @@ def kill(processes: list[Process]) -> None:
 
 
 def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path, launch):
-    """Saves of both kinds, one after the other in one run."""
+    """One run saves checkpoints of both kinds, one after the other."""
     steps = 16
     argv = [*ARGV, "--max_steps", str(steps), "--ckpt_every", "1", "--ckpt_keep", "2"]
     argv += ["--checkpoint_format", "sharded"]
@@ -225,11 +226,11 @@ def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path, launch):
         processes = launch([*again, "--checkpoint_format", kind])
         wait_for(lambda bar=at_least: max(steps_in(checkpoints), default=0) >= bar, processes)
         wait_for(lambda: any(checkpoints.glob(".step_*.incomplete")), processes)
-        processes[victim % 2].kill()  # one rank, in the middle of a save; then, as torchrun does, the other
+        processes[victim % 2].kill()  # kill one rank in the middle of a save, then the other, as torchrun does
         kill(processes)
     processes = launch(again)
     wait_for(lambda: max(steps_in(checkpoints)) >= 8, processes)
-    processes[1].terminate()  # one rank hears of it, both stop after the same step
+    processes[1].terminate()  # one rank gets the signal, and both stop after the same step
     assert exit_codes(processes, 100) == [0, 0]
     log = checkpoints.parent / "log.jsonl"
     stopped = [json.loads(line)["step"] for line in log.read_text().splitlines()]
@@ -245,9 +246,10 @@ def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path, launch):
 
 
 def two_signals(log: str, second: str, environment: dict[str, str]) -> None:
-    """Take a SIGTERM, and then a SIGINT: at once, or from outside in a call in which no handler of Python's runs."""
+    """Get a SIGTERM, then a SIGINT: from this process, or from outside during a call that blocks Python's signal
+    handlers."""
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the fork server ignores
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores SIGINT
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -271,15 +273,15 @@ def two_signals(log: str, second: str, environment: dict[str, str]) -> None:
     ids=["at once", "in a call", "under torchrun"],
 )
 def test_a_second_signal_quits_at_once(tmp_path, second, environment):
-    """Also where Python never gets to a handler, as inside a collective whose peer is gone. But torchrun hands a Ctrl-C
-    on to processes that have it already: the same signal within a second is one signal."""
+    """This works even if Python never reaches a handler, as in a collective whose peer is gone. Under torchrun, a
+    repeated signal within a second counts as one, because torchrun forwards a Ctrl-C that its processes got already."""
     log = tmp_path / "log"
     process = context().Process(target=two_signals, args=(str(log), second, environment))
     process.start()
     try:
         wait_for(lambda: log.exists() and "noted\n" in log.read_text(), [] if second == "at once" else [process])
         if second == "outside":
-            time.sleep(0.5)  # it is inside now
+            time.sleep(0.5)  # the process is inside the call now
             os.kill(process.pid, signal.SIGINT)
         process.join(30)
         said = log.read_text()
@@ -290,7 +292,7 @@ def test_a_second_signal_quits_at_once(tmp_path, second, environment):
 
 
 def test_the_hours_leave_time_for_a_step_and_a_save():
-    """A run of 20 s more than this process has had: it goes on, unless a save would take longer than that."""
+    """With 20 s left the run continues, unless a save would take longer than that."""
     mesh, hours = Mesh(0, 1, 0, torch.device("cpu")), (process_seconds() + 20) / 3600
     for save_seconds, why in ((1.0, None), (30.0, "hours_up")):
         with Interrupt(mesh, hours, partial(float, save_seconds)) as interrupt:
@@ -304,7 +306,7 @@ def test_the_hours_leave_time_for_a_step_and_a_save():
 
 
 def failing_rank(mesh) -> bool:
-    """Return True if a rank outlives the SIGTERM that torchrun sends while it prints why it fails."""
+    """Return True if a failing rank survives torchrun's SIGTERM while it prints its error."""
     try:
         with Interrupt(mesh):
             raise RuntimeError("the other rank is gone")

@@ -1,4 +1,4 @@
-"""Fine-tuning: what is taken over from other weights, and LoRA from training to sampling."""
+"""Fine-tuning: which pretrained weights are reused, and LoRA from training to sampling."""
 
 import importlib
 import json
@@ -72,9 +72,9 @@ def test_other_classes_keep_the_null_class_and_those_of_the_same_name(tmp_path):
     assert torch.equal(after[[0, 2]], fresh[[0, 2]])
     assert done.untrained == ["y_embedder.embedding_table.weight"]
     assert any("resized" in line and "4 classes, of which 2" in line for line in done.describe())
-    x, t = inputs(new)  # without a class both are one model
+    x, t = inputs(new)  # without a class both models compute the same
     assert torch.equal(new(x, t, torch.full((3,), 4)), old(x, t, torch.full((3,), 5)))
-    # as many classes of other names are other classes
+    # The same number of classes with other names are other classes.
     other = model(seed=1)
     assert taken_over(other, weights(old, tmp_path, class_names=list("abcde")), old.config, list("vwxyz")).untrained
 
@@ -85,13 +85,15 @@ def test_another_size_gets_its_own_sine_cosine_table(tmp_path):
     assert torch.equal(new.pos_embed[0], sincos_position_table(128, 6, 8))
     assert list(done.recomputed) == ["pos_embed"] and not done.untrained
     x, t = torch.randn(2, 2, 12, 16), torch.tensor([1, 600])
-    assert torch.equal(new(x, t, torch.tensor([0, 5])), old(x, t, torch.tensor([0, 5])))  # which makes the same table
+    assert torch.equal(
+        new(x, t, torch.tensor([0, 5])), old(x, t, torch.tensor([0, 5]))
+    )  # the old model computes the same table for this size
 
 
 def test_learned_positions_are_interpolated(tmp_path):
     old, new = model(positions="learned"), model(seed=1, positions="learned", input_size=(8, 14))
     slope = torch.randn(128)
-    for table in old.learned_positions.axes:  # a straight line stays one, from the same start to the same end
+    for table in old.learned_positions.axes:  # a straight line stays straight, with the same ends
         table.weight.data = torch.linspace(-1, 3, len(table.weight))[:, None] * slope
     done = taken_over(new, weights(old, tmp_path), old.config)
     rows, columns = (table.weight for table in new.learned_positions.axes)
@@ -124,7 +126,7 @@ def test_another_condition_makes_the_embedder_anew_and_starts_as_without(tmp_pat
         torch.nn.init.zeros_(module.weight)
     torch.nn.init.zeros_(new.y_embedder.mlp[2].bias)
     assert torch.allclose(new(x, t, encode_bytes(["a", "b", ""], 9)), old(x, t, torch.tensor([0, 1, 2])), atol=1e-5)
-    # another encoder of the same width is another one
+    # Another encoder of the same width is a different encoder.
     third = build_model(model_config("DiT-Ti/2", **SIZES, text=TextConfig("clip", 32, 9, cross_attention=True)))
     done = taken_over(third, weights(new, tmp_path), new.config)
     assert all(name.startswith("y_embedder.") for name in done.new) and "y_embedder.mlp.0.weight" in done.left_out
@@ -134,7 +136,7 @@ def test_a_clip_model_starts_from_a_picture_model(tmp_path):
     old, new = model(), model("vDiT-Ti/222", seed=1, frames=6)
     done = taken_over(new, weights(old, tmp_path), old.config)
     x, _ = inputs(old)
-    still = x[:, :, None].expand(-1, -1, 2, -1, -1)  # two frames alike are one token, as the picture is
+    still = x[:, :, None].expand(-1, -1, 2, -1, -1)  # two equal frames make one token, as the picture does
     assert torch.allclose(new.x_embedder(still), old.x_embedder(x), atol=1e-6)
     tokens, c = torch.randn(3, 16, 128), torch.randn(3, 128)
     clip, picture = (m.final_layer(tokens, m.final_layer.modulate(c)) for m in (new, old))
@@ -148,7 +150,7 @@ PAIRS = [("MovieGen-Ti/2", "MovieGen-Ti/122"), ("EC-DiT-Ti/2", "EC-DiT-Ti/122"),
 
 
 def stretched(table: torch.Tensor, length: int) -> torch.Tensor:
-    """By numpy, one channel at a time."""
+    """Interpolate with numpy, one channel at a time."""
     at = np.linspace(0, len(table) - 1, length)
     channels = [np.interp(at, np.arange(len(table)), channel) for channel in table.detach().numpy().T]
     return torch.from_numpy(np.stack(channels, 1)).float()
@@ -166,10 +168,12 @@ def test_learned_positions_of_a_picture_model_are_a_clip_model_s_rows_and_column
     reused, *others = done.describe()
     assert "learned_positions.axes.1, learned_positions.axes.2" in reused
     assert others[-1] == f"new: {4 * 128:,} weights, learned_positions.axes.0"
-    torch.nn.init.zeros_(new.learned_positions.axes[0].weight)  # nothing is added for the frame: it is the picture
+    torch.nn.init.zeros_(
+        new.learned_positions.axes[0].weight
+    )  # nothing is added for the frame, so the clip is the picture
     (x, t), y = inputs(old), torch.tensor([0, 2, 5])
     torch.testing.assert_close(new(x[:, :, None], t, y)[:, :, 0], old(x, t, y), atol=1e-5, rtol=1e-4)
-    # of other sizes, each axis by itself
+    # With other sizes, each axis is interpolated by itself.
     other = model(clip, seed=1, frames=6, positions="learned", input_size=(12, 10))
     done = taken_over(other, weights(old, tmp_path), old.config)
     assert list(done.new) == [AXES.format(0)] and {AXES.format(1), AXES.format(2)} <= done.resized.keys()
@@ -180,14 +184,16 @@ def test_learned_positions_of_a_picture_model_are_a_clip_model_s_rows_and_column
         torch.testing.assert_close(table.weight, expected)
 
 
-@pytest.mark.parametrize(("picture", "clip"), PAIRS[:2])  # (a DiT takes no vDiT's weights)
+@pytest.mark.parametrize(("picture", "clip"), PAIRS[:2])  # a DiT does not take weights from a vDiT
 def test_learned_positions_of_a_clip_model_without_its_frames_are_a_picture_model_s(picture, clip, tmp_path):
     options = dict(positions="learned", input_size=(8, 12))
     old, new = model(clip, frames=4, **options), model(picture, seed=1, **options)
     done = taken_over(new, weights(old, tmp_path), old.config)
     assert done.left_out[AXES.format(0)] == 4 * 128 and {AXES.format(0), AXES.format(1)} <= done.reused.keys()
     assert re.fullmatch(r"left out of the file: [\d,]+ weights, .*learned_positions\.axes\.0", done.describe()[-1])
-    new.x_embedder.proj.weight.data.copy_(old.x_embedder.proj.weight[:, :, 0])  # new: of another number of axes
+    new.x_embedder.proj.weight.data.copy_(
+        old.x_embedder.proj.weight[:, :, 0]
+    )  # not reused: its kernel has another number of axes
     torch.nn.init.zeros_(old.learned_positions.axes[0].weight)
     (x, t), y = inputs(new), torch.tensor([0, 2, 5])
     torch.testing.assert_close(new(x, t, y), old(x[:, :, None], t, y)[:, :, 0], atol=1e-5, rtol=1e-4)
@@ -232,7 +238,7 @@ def with_lora(of: DiT, rank: int = 3, alpha: float = 5.0, also=()) -> DiT:
 
 @pytest.mark.parametrize("name", ["DiT-Ti/2", "ST-DiT-Ti/122", "MovieGen-Ti/122", "EC-DiT-Ti/2"])
 def test_peft_s_layers_are_the_product_and_merging_is_the_same_model(name, tmp_path):
-    """Value and every gradient against W + (alpha / rank) B A put in the place of W, in float64."""
+    """Output and gradients match the model with W + (alpha / rank) B A in float64, and so does the merged model."""
     frames = {} if name.endswith("/2") else {"frames": 3}
     base, adapted = (model(name, **frames).double() for _ in range(2))
     layers = targets(base, Lora(3, 5.0, ""))
@@ -263,7 +269,7 @@ def test_peft_s_layers_are_the_product_and_merging_is_the_same_model(name, tmp_p
 
 @pytest.mark.parametrize("text", [None, TextConfig("bytes", 32, 9)])
 def test_initial_weights_of_lora_are_keyed_and_as_peft_draws_them(text):
-    """A from U(-b, b), b = 1 / sqrt(fan in), B zero; the layers that it is added to keep their weights."""
+    """A is from U(-b, b) with b = 1 / sqrt(fan in), and B is zero. The adapted layers keep their weights."""
     config = model_config("DiT-Ti/2", **SIZES, text=text, num_classes=None if text else 5)
     plain, one = build_model(config, seed=3), build_model(config, seed=3)
     add_lora(one, Lora(16, 16, "base"), (), seed=3)
@@ -282,7 +288,7 @@ def test_initial_weights_of_lora_are_keyed_and_as_peft_draws_them(text):
             assert not parameter.any() and not peft_s[name].any()
         else:
             assert torch.equal(parameter, before[canonical_name(name)])
-    initialize(one, seed=4)  # of everything, wrapped or not
+    initialize(one, seed=4)  # all weights, wrapped or not
     assert all(torch.equal(p, two[name]) for name, p in one.named_parameters() if name.endswith((A, B)))
     afresh = dict(build_model(config, seed=4).named_parameters())
     assert all(torch.equal(p, afresh[canonical_name(n)]) for n, p in one.named_parameters() if "lora_" not in n)
@@ -290,7 +296,7 @@ def test_initial_weights_of_lora_are_keyed_and_as_peft_draws_them(text):
 
 @pytest.mark.parametrize("switches", [(), (MODULATE,), (MODULATE, NORM, SPLIT)], ids=" ".join)
 def test_operations_that_take_a_product_apart_leave_nothing_of_lora_out(switches, monkeypatch):
-    """Value and every gradient of the kernels' operations against torch's, the kernels being their references."""
+    """Output and gradients with the kernels' reference operations match those with torch's operations."""
     for name in ("gate_residual", "bias_gelu", "split_heads", "gate_residual_layernorm_modulate"):
         module = importlib.import_module(f"opendit.kernels.{name}")
         monkeypatch.setattr(operations, name, getattr(module, f"{name}_reference"))
@@ -309,7 +315,7 @@ def test_operations_that_take_a_product_apart_leave_nothing_of_lora_out(switches
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A trained model of 7 classes, to be tuned to the ten digits."""
+    """Return the file of a model with 7 classes, to be fine-tuned to the ten digits."""
     folder = tmp_path_factory.mktemp("base")
     old = model(num_classes=7, in_channels=1)
     names = ["three", "1", *"vwxyz"]
@@ -343,7 +349,7 @@ def test_lora_trains_little_resumes_bit_for_bit_and_is_sampled_from(base, tmp_pa
     assert any(value.any() for name, value in stored.items() if name.endswith(B))
     assert sum(v.numel() for v in stored.values()) < 0.04 * model(num_classes=10).config.parameters()
 
-    # the merged model: the frozen weights are the base's, the others what base and product say
+    # Merged model: the frozen weights are the base's, and the other weights are base plus product.
     merged, info = load_pretrained(run, which="model")
     state, before = merged.state_dict(), load_file(base)
     assert torch.equal(state["t_embedder.mlp.0.weight"], before["t_embedder.mlp.0.weight"])
@@ -354,7 +360,7 @@ def test_lora_trains_little_resumes_bit_for_bit_and_is_sampled_from(base, tmp_pa
     assert info.info["class_names"] == [str(digit) for digit in range(10)]
     table = "y_embedder.embedding_table.weight"
     assert torch.equal(state[table], stored[table]) and len(stored[table]) == 11
-    assert (stored[table][1] - before[table][1]).abs().max() < 0.1  # "1" went on from there
+    assert (stored[table][1] - before[table][1]).abs().max() < 0.1  # class "1" started from the base's weights
 
     pictures = []
     for given in (["--ckpt", str(run)], ["--ckpt", str(base), "--lora", str(run)]):

@@ -1,4 +1,4 @@
-"""A resume prints one line for each difference in flags, data, networks and code."""
+"""A resumed run prints one line for each difference in flags, data, networks and code."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ FLAGS = {item.name for item in flags_of(TrainConfig)}
 
 
 def of(tmp_path, *more: str) -> dict:
-    """The fingerprint of a run with these flags, which is not started."""
+    """Return the fingerprint of a run with these flags, without starting the run."""
     flags, notes = parse(TrainConfig, [*TINY, "--outputs", str(tmp_path / "outputs"), *more]).resolve(1, has_gpu=False)
     spec = prepare(flags, ALONE, notes)
     spec.lock.__exit__(None, None, None)
@@ -59,7 +59,7 @@ def notes(text: str) -> list[str]:
 
 
 def test_every_flag_is_listed_once():
-    """A flag that is new must be put into FREE, OF_THE_MODEL or DERIVED, or be known here to change the curve."""
+    """Every new flag must be in FREE, OF_THE_MODEL or DERIVED, or be listed here as one that changes the curve."""
     known = {"image_size", "num_frames", "frame_interval", "fps", "short_clips", "label_drop", "lr", "lr_schedule",
              "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "grad_clip", "objective", "global_seed",
              *OBJECTIVE_FLAGS, "plugin", "mixed_precision", "compile", "deterministic",
@@ -80,7 +80,7 @@ def test_what_has_a_meaning_is_in_the_fingerprint(tmp_path):
     assert json.loads(json.dumps(found)) == found
 
 
-# flags of a start -> flags of the next one, what the one line says, what it means
+# flags at first -> flags of the resumed run, a part of the line that is printed, the difference's meaning
 CHANGED = {
     "lr": ("", "--lr 1", "--lr 0.0001 -> 1.0", CURVE),
     "lr_schedule": ("", "--lr_schedule cosine", "--lr_schedule constant -> cosine", CURVE),
@@ -126,7 +126,7 @@ def test_a_changed_flag_is_one_line(case, tmp_path):
     before, after, says, means = CHANGED[case]
     stored, now = of(tmp_path, *before.split()), of(tmp_path, *after.split())
     lines = changes(stored, now, 3)
-    if case == "data_path":  # mock pictures have another size and other flips
+    if case == "data_path":  # mock pictures have another size and flip setting, too
         lines = [line for line in lines if "--data_path" in line]
     assert len(lines) == 1 and lines[0].startswith("resume: ") and "\n" not in lines[0], lines
     assert says in lines[0] and lines[0].endswith(means), lines
@@ -170,7 +170,7 @@ def test_other_code_or_hardware_is_one_line(name, then, means, tmp_path):
     assert line.endswith(f": {means}")
     if name == "source":
         assert "OpenDiT's code 0.0.9 (0123456789ab-dirty) -> " in line
-    assert changes({**now, "commit": "other", "opendit": "other"}, now, 3) == []  # the source alone decides
+    assert changes({**now, "commit": "other", "opendit": "other"}, now, 3) == []  # only the source counts
 
 
 def test_code_is_known_by_its_source(tmp_path, monkeypatch):
@@ -185,7 +185,7 @@ def test_code_is_known_by_its_source(tmp_path, monkeypatch):
         return module.code()["source"]
 
     first = source()
-    assert module.code()["commit"] is None  # no checkout
+    assert module.code()["commit"] is None  # not a checkout
     (package / "model.py").write_text("a = 2")
     other = source()
     (package / "model.py").write_text("a = 1")
@@ -199,7 +199,7 @@ def test_a_flag_that_nobody_listed_is_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FREE", FREE - {"num_workers"})
     first, second = of(tmp_path), of(tmp_path, "--num_workers", "1")
     assert changes(first, second, 3) == [f"resume: --num_workers 0 -> 1: {CURVE}"]
-    # A checkpoint from before the flag: its default is what was done.
+    # The default stands for the value in a checkpoint from before the flag.
     default = next(field.default for field in fields(TrainConfig) if field.name == "num_workers")
     assert changes(now, {**first, "num_workers": default}, 3) == []
     assert changes(now, second, 3) == [f"resume: --num_workers 1 is new to it: {CURVE}"]
@@ -221,7 +221,7 @@ def some_fingerprint(tmp_path_factory):
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_whatever_a_checkpoint_says_is_one_line_each(some_fingerprint, data):
-    """A state.json may be a stranger's, with anything in its fingerprint."""
+    """A state.json from anywhere may have anything in its fingerprint."""
     now = some_fingerprint
     names = st.sampled_from(sorted(now)) | st.text(max_size=64)
     others = data.draw(st.dictionaries(names, ANYTHING, max_size=8))
@@ -259,7 +259,7 @@ def test_other_pictures_are_told_and_a_copy_is_not(suffix, tmp_path):
     first = pictures(tmp_path / "first", suffix=suffix)
     shutil.copytree(first, tmp_path / "copy")
     (tmp_path / "copy" / "a" / f"0{suffix}").touch()  # another time
-    others = pictures(tmp_path / "others", shade=1, suffix=suffix)  # of the same names and sizes
+    others = pictures(tmp_path / "others", shade=1, suffix=suffix)  # same names and sizes
     renamed = shutil.copytree(first, tmp_path / "renamed")
     (renamed / "a" / f"0{suffix}").rename(renamed / "a" / f"x{suffix}")
     moved = shutil.copytree(first, tmp_path / "moved")
@@ -296,7 +296,7 @@ def test_captions_are_data(tmp_path):
 
 def test_another_vae_is_told_and_a_copy_is_not(tmp_path):
     folders = [tmp_path / "vae", tmp_path / "other"]
-    for shift, folder in enumerate(folders):  # one number of one bias
+    for shift, folder in enumerate(folders):  # they differ in one number of one bias
         vae = small_vae()
         vae.quant_conv.bias.data[0] += shift
         vae.save_pretrained(folder)
@@ -325,7 +325,7 @@ def test_a_resume_says_what_changed_at_its_start(tmp_path, no_ranks, capsys):
     assert [note.split(" ")[1] for note in notes(said)] == ["--data_path", "--lr", "--ema_decay"]
     assert said.index("note: resume: --lr 0.0001 -> 0.01") < said.index("saved ")
     train.main([*common, "--max_steps", "4", "--load", "latest", "--lr", "0.01", "--ema_decay", "0.5"])
-    assert notes(capsys.readouterr().out) == []  # each start is compared with the one before
+    assert notes(capsys.readouterr().out) == []  # each start is compared with the previous one
 
 
 def test_a_checkpoint_from_before_fingerprints_says_what_is_known(tmp_path, no_ranks, capsys):
@@ -346,7 +346,7 @@ def test_a_checkpoint_from_before_fingerprints_says_what_is_known(tmp_path, no_r
     assert "the order of samples sorted -> keyed: samples come in another order from this step on" in order
     assert "too old to record its data, its code, " in line and "--lr" in line and "--global_seed" not in line
     resumed = json.loads((folder.with_name("step_0000002") / "state.json").read_text())
-    assert (resumed["fingerprint"]["order"], fresh) == ("keyed", "keyed")  # and says so once
+    assert (resumed["fingerprint"]["order"], fresh) == ("keyed", "keyed")  # the change is printed only once
     shutil.rmtree(folder.with_name("step_0000002"))
     train.main([*common, "--max_steps", "2", "--load", str(folder), "--global_seed", "7", "--min_snr", "5",
                 "--plugin", "ddp", "--ema_decay", "0.9"])  # fmt: skip
