@@ -1,6 +1,6 @@
 """Record the memory and work estimates from before they became sums over plans (commit 7e175ea).
 
-python -m tests.training.recorded_estimates     # writes recorded_estimates.json; run it only on estimates known to be right"""
+python -m tests.training.recorded_estimates     # writes recorded_estimates.json; run it only on correct estimates"""
 
 import json
 from pathlib import Path

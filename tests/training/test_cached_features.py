@@ -1,4 +1,4 @@
-"""``preprocess.py latents --repa`` with ``train.py --repa cached`` matches the online encoder in features and losses."""
+"""``preprocess.py latents --repa`` and ``train.py --repa cached`` match the online encoder: features and losses."""
 
 import json
 import re

@@ -26,7 +26,8 @@ def train_to(steps: int, outputs: Path, *more: str) -> Path:
 
 
 def check(checkpoints: Path, decay_of, first: int, last: int) -> None:
-    """Check that averages ``first`` to ``last`` follow from earlier ones. ``decay_of(n, _)`` is the decay after n updates."""
+    """Check that averages ``first`` to ``last`` follow from earlier ones. ``decay_of(n, decay)`` is
+    the decay after n updates."""
     for decay, file in AVERAGES.items():
         average = {n: t.double() for n, t in load_file(at(checkpoints, first - 1) / file).items()}
         for step in range(first, last + 1):

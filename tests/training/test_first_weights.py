@@ -1,5 +1,5 @@
-"""--pretrained and --lora, built by every plugin on one rank and several: the values that a whole model would have, of
-which no rank holds more than it needs."""
+"""--pretrained and --lora give every plugin, on any number of ranks, the weights of a full model, and no rank
+allocates more than it needs."""
 
 import hashlib
 import json
@@ -50,13 +50,13 @@ LEARNED = dict(positions="learned", input_size=(8, 12))
 
 @dataclass(frozen=True)
 class Case:
-    """A model to start from, the one that is wanted, and the kind of file."""
+    """A model to start from, the model to build, and the kind of file."""
 
     found: DiTConfig
     wanted: DiTConfig
     file: str = "whole"
     dtype: torch.dtype = torch.float32
-    before: str = ""  # classes, a letter each
+    before: str = ""  # classes, one letter each
     after: str = ""
     lora: int = 0
 
@@ -79,11 +79,11 @@ CASES = {
 
 
 def stored(case: Case, folder: Path, *spoilt: str) -> Path:
-    """The file that stands for the weights of a case. spoilt: tensors that end with a NaN."""
+    """Write the pretrained weights of a case and return their file. The ``spoilt`` tensors end with a NaN."""
     folder.mkdir()
     torch.manual_seed(3)
     model = randomised(build_model(case.found))
-    for table in model.buffers():  # which are computed, whatever a file has
+    for table in model.buffers():  # tables are computed, whatever a file holds
         table += 0.125
     state = {n: t.to(case.dtype).contiguous() for n, t in model.state_dict().items()}
     for name in spoilt:
@@ -103,7 +103,7 @@ def stored(case: Case, folder: Path, *spoilt: str) -> Path:
         index = {"weight_map": {name: file for file, held in names.items() for name in held}}
         (folder / "w.safetensors.index.json").write_text(json.dumps(index))
         return folder / "w.safetensors.index.json"
-    ranks, tensors = 4, {}  # another number than reads them
+    ranks, tensors = 4, {}  # not the number of ranks that read them
     for name, tensor in state.items():
         cut, shape = [dim_cut("world", 0, len(tensor), ranks)], tuple(tensor.shape)
         layouts = [Layout(mesh_of(ParallelDims(dp_shard=ranks), r), {name: shape}, {name: cut}) for r in range(ranks)]
@@ -157,7 +157,7 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
 
 
 def expected(case: Case, path: Path) -> tuple[dict[str, Tensor], set[str]]:
-    """All values of one whole model, by the names of the run's, and which are trained."""
+    """Return all values of a full model by the run's names, and the names of the trained weights."""
     with torch.device("meta"):
         model = build_model(case.wanted)
     model = model.to_empty(device="cpu")
@@ -175,7 +175,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def values_of(engine: Engine) -> dict[str, str]:
-    """Digests of the full fp32 masters, of frozen weights in the precision that they are kept in, and of tables."""
+    """Return digests of the full fp32 master weights, the frozen weights in their stored precision, and the tables."""
     values = {name: engine.layout.gather(name, engine.master(name)) for name in engine.shapes}
     for name, parameter in engine.module.named_parameters():
         if name not in engine.shapes:
@@ -184,7 +184,7 @@ def values_of(engine: Engine) -> dict[str, str]:
 
 
 def runs_of(world: int) -> list[tuple[str, str, str]]:
-    """(case, plugin, precision): every case under fsdp on several ranks, and once under another plugin."""
+    """Return (case, plugin, precision) for every case: fsdp on several ranks, and another plugin once."""
     runs = []
     for number, (name, case) in enumerate(CASES.items()):
         if world > 1:
@@ -233,7 +233,7 @@ def test_shards_are_those_of_a_whole_model(world, files, whole):
 
 
 WIDE = replace(of(), hidden_size=384, num_heads=6, depth=2)
-LARGE = {  # of each kind of file
+LARGE = {  # one of each kind of file
     "whole": Case(WIDE, WIDE, lora=4),
     "sharded": Case(WIDE, replace(WIDE, num_classes=7), file="sharded"),
     "pt": Case(WIDE, WIDE, file="pt"),
@@ -241,8 +241,8 @@ LARGE = {  # of each kind of file
 
 
 def peaks(mesh: Mesh, small: Path, large: dict[str, Path], spoilt: list[Path]) -> tuple[list, list[str]]:
-    """(bytes that a rank holds of the weights, the most that it allocated while it built them) of every file; and why
-    spoilt ones are refused."""
+    """Return, for every file, a rank's bytes of weights and its peak allocation while it built them, and the messages
+    that refuse the spoilt files."""
     refusals = []
     for path in spoilt:
         with pytest.raises(ValueError) as refusal:
@@ -260,7 +260,7 @@ def peaks(mesh: Mesh, small: Path, large: dict[str, Path], spoilt: list[Path]) -
 
 def test_no_rank_allocates_a_large_weight_whole_and_all_refuse_what_one_finds(files, tmp_path):
     large = {kind: stored(case, tmp_path / kind) for kind, case in LARGE.items()}
-    names = ("x_embedder.proj.weight", "x_embedder.proj.bias", "final_layer.linear.weight")  # of either rank's share
+    names = ("x_embedder.proj.weight", "x_embedder.proj.bias", "final_layer.linear.weight")  # from both ranks' shares
     kinds = [(kind, name) for kind in ("whole", "sharded", "parts", "pt") for name in names]
     spoilt = [stored(Case(of(), of(), file=k), tmp_path / f"{k}-{n}", n) for k, n in kinds]
     largest, total = 4 * 384 * 6 * 384, 4 * WIDE.parameters()  # a block's modulation
@@ -268,4 +268,4 @@ def test_no_rank_allocates_a_large_weight_whole_and_all_refuse_what_one_finds(fi
         for message, path, (_, name) in zip(refusals, spoilt, kinds, strict=True):
             assert message.startswith(f"{path}: {name} holds values that are not finite"), message
         for held, peak in found:
-            assert held < 0.6 * total and peak < held + 0.6 * largest, (held, peak)  # a shard that is read
+            assert held < 0.6 * total and peak < held + 0.6 * largest, (held, peak)  # a shard is being read

@@ -1,4 +1,4 @@
-"""--given_frames through train.py and sample.py: against a plain loop, however ranks share the work; runners."""
+"""--given_frames in train.py and sample.py: losses match a plain loop, on one rank or two, and recorded steps match."""
 
 import json
 from types import SimpleNamespace
@@ -36,7 +36,8 @@ BATCH, FRAMES = 8, 4
 
 
 def plain_losses(mode: str, steps: int = 4) -> list[float]:
-    """Rectified flow on x_t ++ mask ++ given, written out; the loss is of all frames."""
+    """Return losses of rectified flow with x_t, mask and given frames concatenated as input. The loss covers all
+    frames."""
     flags = parse(TrainConfig, CLIPS)
     dataset = build_dataset(
         "mock", 8, use_video=True, num_frames=FRAMES, vae="none", num_classes=3, seed=flags.global_seed
@@ -121,7 +122,7 @@ def micro_batch(number: int) -> MicroBatch:
 
 
 def replayed(mesh) -> tuple[list[float], list[float], int]:
-    """Losses of steps kernel by kernel, and recorded and replayed."""
+    """Return the losses of eager steps, those of recorded and replayed steps, and the number of replays."""
     found = []
     for recorded in (False, True):
         engine = engine_of(mesh, SMALL, accumulation=1)
@@ -153,7 +154,8 @@ def one_loss(mesh):
 
 
 def test_a_run_a_fine_tuning_and_a_clip_from_a_picture(tmp_path, no_ranks, capsys):
-    """From a plain clip model to one with given frames by LoRA and in full, to samples that begin with a picture."""
+    """Fine-tune a plain clip model for given frames, in full and with LoRA, then sample clips that begin with a
+    picture."""
     rng = np.random.default_rng(0)
     lines = ["path,text"]
     for i in range(4):

@@ -1,4 +1,4 @@
-"""config.json: every start of a run, whatever stood there before and whatever the disk does."""
+"""config.json lists every start of a run, even if the old file is damaged or the disk is full."""
 
 import json
 import os
@@ -12,7 +12,7 @@ ARGV = "--model DiT-Ti/2 --image_size 8 --vae none --num_workers 0 --batch_size 
 
 
 def start(outputs: Path, steps: int, *more: str) -> dict:
-    """The run's config.json after one more start."""
+    """Start the run once more and return its config.json."""
     train.main([*ARGV, "--outputs", str(outputs), "--max_steps", str(steps), *more])
     return json.loads((outputs / "000-DiT-Ti-2" / "config.json").read_text())
 
@@ -30,7 +30,7 @@ def test_every_start_is_kept(tmp_path, no_ranks):
     ]  # fmt: skip
     assert [len(one["changes"]) for one in third["starts"]] == [0, 1, 0]
     assert "--lr 0.0001 -> 0.001" in third["starts"][1]["changes"][0]
-    # The newest start is at the top, where it always stood.
+    # The newest start is also at the top level, as in earlier versions.
     assert second["flags"]["lr"] == 1e-3 and third["flags"]["lr"] == 1e-4 and third["last_step"] == 3
     times = [one["time"] for one in third["starts"]]
     assert times == sorted(times) and all(time.endswith("+00:00") for time in times)

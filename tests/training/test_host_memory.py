@@ -1,4 +1,4 @@
-"""The memory of a machine, and whether the state that --offload keeps there fits."""
+"""The host memory is found, and runs are refused if what --offload keeps there does not fit."""
 
 import os
 
@@ -18,7 +18,7 @@ ALL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     [
         ("0::/a/b", {"a/memory.max": "1000", "a/b/memory.max": "max"}, 1000),
         ("0::/", {"memory.max": "2000"}, 2000),
-        ("0::/elsewhere", {"memory.max": "3000"}, 3000),  # outside of what the container sees
+        ("0::/elsewhere", {"memory.max": "3000"}, 3000),  # the path is outside of what the container sees
         ("3:cpu:/\n2:memory,pids:/c\n0::/", {"memory/c/memory.limit_in_bytes": "4000"}, 4000),
         ("2:memory:/c", {"memory/memory.limit_in_bytes": str(2**63 - 4096)}, ALL),  # no limit
         ("nothing to read", {}, ALL),
@@ -37,7 +37,8 @@ def test_a_container_may_have_less_than_its_machine(group, files, found, tmp_pat
 
 
 def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
-    """DiT-XL/2 on 8 ranks, four of them here: averages take 1.26 GiB, moments 2.51, buffers of saves 5.03."""
+    """DiT-XL/2 on 8 ranks, 4 of them on this machine, needs 1.26 GiB for averages, 2.51 for moments and 5.03 for
+    saving."""
     one = 4 * XL.parameters() / 8 * 4 / GIB
 
     def checked(offload: str, room: float, saves: bool = True) -> str | None:
@@ -60,7 +61,7 @@ def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
 
 
 def test_blocks_that_the_machine_has_no_room_for_are_refused(monkeypatch):
-    """28 frozen blocks in bf16, in two processes each of which has its own: 43.7 M weights are 84 MiB."""
+    """Each of two processes keeps 28 frozen blocks in bf16. A block has 43.7 M weights, which are 84 MiB."""
     one = 2 * XL.whole_block_parameters() / GIB
 
     def checked(offload: str, room: float) -> str | None:
@@ -80,7 +81,7 @@ def test_blocks_that_the_machine_has_no_room_for_are_refused(monkeypatch):
 
 
 def test_trained_blocks_that_the_machine_has_no_room_for_are_refused(monkeypatch):
-    """Two processes, each with half of all masters of blocks, their gradients, moments and averages."""
+    """Each of two processes keeps half of the blocks' master weights, gradients, moments and averages."""
     setup = Setup("fsdp", "bf16", 2, offload="blocks")
     host = memory.estimate(XL, setup, 4).host_total
 
@@ -99,14 +100,14 @@ def test_trained_blocks_that_the_machine_has_no_room_for_are_refused(monkeypatch
         "take --offload blocks:27 or --offload state or --offload average or --offload none or more machines"
     )
     state = memory.estimate(XL, Setup("fsdp", "bf16", 2, offload="state"), 4).host_total
-    assert "take --offload state or --offload average" in checked(state * 1.001)  # of which no block is left
+    assert "take --offload state or --offload average" in checked(state * 1.001)  # room for the state, but for no block
 
 
 def test_the_line_on_memory_says_what_lies_where():
     setup = Setup("fsdp", "bf16", 8, reshard="never", offload="state")
     share = 4 * XL.parameters() / 8 / GIB
     on_gpu, on_cpu = (describe(XL, setup, 4, capacity) for capacity in (80 * GIB, None))
-    ring = RING / GIB  # and no CUDA libraries on a CPU
+    ring = RING / GIB  # a CPU has no ring and no CUDA libraries
     assert (
         f"states {share + ring:.2f}, " in on_gpu and f"; in host memory moments and averages {3 * share:.2f}" in on_gpu
     )

@@ -1,4 +1,4 @@
-"""Inputs of a step: latents by kind of data set, and randomness that belongs to samples, not to batches."""
+"""Inputs of a step: latents for every kind of data set, and random numbers that depend on samples, not on batches."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ INDEX = torch.tensor([6, 0, 13])
 
 
 class Codec:
-    """Moments with mean 2 x and deviation 3 in channels_last, as a VAE on a CPU may answer."""
+    """A VAE whose moments have mean 2 x and deviation 3, in channels_last as a VAE on a CPU may return them."""
 
     def moments(self, x):
         moments = torch.cat([2 * x, torch.full_like(x, 3.0)], dim=1)
@@ -85,7 +85,7 @@ class Pixels(Codec):
 
 
 def clips_of(sizes, whole=(8, 10)):
-    """Clips as a loader gives them that leaves enlarging to the device, and as one gives them that does not."""
+    """Return clips padded for enlarging on the device, the same clips enlarged early, and their true sizes."""
     small, left, early = [], [], []
     for number, size in enumerate(sizes):
         clip = torch.randint(0, 256, (3, 2, *(size or whole)), dtype=torch.uint8)
@@ -108,7 +108,7 @@ def test_clips_left_small_by_the_loader_are_enlarged(packed):
     x, wanted = (tuple(left), tuple(early)) if packed else (torch.stack(left), torch.stack(early))
     there = Batch(x, index, index, STEP, 0, epoch=0, segments_in_step=5, small=small)
     whole = Batch(wanted, index, index, STEP, 0, epoch=0, segments_in_step=5)
-    for _ in range(2):  # the batch itself does not change: one that ended a run is tried again
+    for _ in range(2):  # the batch must not change, because a batch that ended a run is tried again
         found = make.of(there)
         assert torch.equal(found.x0, make.of(whole).x0) and found.x0.std() > 0.1
 

@@ -1,4 +1,4 @@
-"""Many nodes: two torchrun agents with one rendezvous, and the Slurm script with stand-ins for Slurm's commands."""
+"""Training on several nodes: two torchrun agents with one rendezvous, and the Slurm script with fake Slurm commands."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = "--recipe digits --global_batch_size 8 --log_every 1 --sample_every 0 --sample_steps 2 --ckpt_every 0".split()
-# Slurm on one machine: a node is a process, SLURM_NODEID tells them apart; what signals a step signals all of them.
+# Slurm on one machine: a node is a process with its SLURM_NODEID, and signals to a step go to all processes.
 STAND_INS = {
     "srun": """
 echo "srun $1 $2${SRUN_CPUS_PER_TASK:+, CPUs: $SRUN_CPUS_PER_TASK}" >> "$CALLS"
@@ -50,7 +50,7 @@ exit "${FAKE_CODE:-0}"
 
 
 def free_job_number() -> int:
-    """A number whose port (see the script) nobody uses."""
+    """Return a job number whose port, as the script computes it, is free."""
     for number in range(os.getpid() % 10000, 20000):
         with socket.socket() as s:
             if s.connect_ex(("127.0.0.1", 20000 + number)) != 0:
@@ -59,7 +59,7 @@ def free_job_number() -> int:
 
 
 def job(folder: Path, argv: list[str], number: int, tools: dict[str, str], **environment: str) -> subprocess.Popen:
-    """The script as Slurm starts it: a copy elsewhere, with the variables of a job of two nodes."""
+    """Run a copy of the script as Slurm would, with the variables of a job with two nodes."""
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in {**STAND_INS, **tools}.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}")
@@ -108,7 +108,7 @@ def test_a_failure_shows_what_the_ranks_wrote_and_is_not_queued_again(tmp_path):
     done = job(tmp_path, [], 4712, {"torchrun": TORCHRUN}, FAKE_CODE="3", SLURM_RESTART_COUNT="2")
     assert done.wait(60) == 3
     log = (tmp_path / "log").read_text()
-    assert (tmp_path / "calls").read_text() == "srun --kill-on-bad-exit=1 bash\n"  # the job asked for no CPUs
+    assert (tmp_path / "calls").read_text() == "srun --kill-on-bad-exit=1 bash\n"  # the job requested no CPUs
     assert "exit code 3" in log and "node 0 broke" in log and "node 1 broke" in log and "attempt 2" in log
 
 
@@ -118,7 +118,7 @@ def training(mesh, argv: list[str]) -> None:
 
 @pytest.mark.timeout(600)
 def test_two_agents_train_as_one_and_a_job_that_nears_its_limit_goes_on(tmp_path):
-    """Two processes, undisturbed, against two agents of one each, stopped by USR1 and queued again."""
+    """Two agents with a process each, stopped by USR1 and queued again, match an undisturbed run of two processes."""
     steps = 40
     argv = [*DIGITS, "--max_steps", str(steps)]
     outputs = tmp_path / "one"

@@ -1,4 +1,4 @@
-"""A run whose data can't be read any more ends with its state saved, and goes on as if nothing had happened."""
+"""A run whose data become unreadable ends with its state saved, and a resumed run matches an undisturbed one."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ FOLDER = Path("000-DiT-Ti-2", "checkpoints")
 
 
 def lose(monkeypatch, step: int, micro: int = 0, really: bool = True) -> None:
-    """From a step's micro-batch on there are no data."""
+    """Make all data from this step's micro-batch on unreadable."""
     read = BatchIterator.__next__
 
     def next_batch(self):
@@ -31,7 +31,7 @@ def lose(monkeypatch, step: int, micro: int = 0, really: bool = True) -> None:
 
 
 def ends(outputs: Path, *more: str) -> str:
-    """Return the stderr of a run that ends with exit code 1 (or 3 on a rank that another one ended)."""
+    """Return the stderr of a run that ends with exit code 1, or 3 on a rank that another rank ended."""
     with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(io.StringIO()) as err:
         run_to(outputs, 6, *SAVE_LAST, *more)
     assert stop.value.code in (1, 3), err.getvalue()
@@ -67,7 +67,8 @@ def test_without_a_step_there_is_nothing_to_save(tmp_path, no_ranks):
 
 
 def on_ranks(mesh, outputs: str, *more: str) -> list[str]:
-    """Runs of six steps: one whole, one that rank 1 loses its data of, which then goes on."""
+    """Run six steps undisturbed, and six in which rank 1 loses its data and the run is resumed. Return the error
+    output."""
     several_programs()
     run_to(Path(outputs, "whole"), 6, *SAVE_LAST, *more)
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +101,7 @@ def test_a_server_that_goes_down(
     no_ranks,
     monkeypatch,
 ):
-    """The real thing: tars behind HTTP, whose server fails from the third step on."""
+    """Read tars over HTTP from a server that fails from the third step on."""
     read = BatchIterator.__next__
 
     def next_batch(self):

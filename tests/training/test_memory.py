@@ -1,4 +1,4 @@
-"""The estimate of the memory against what is really there; the memory flags and --compile in whole runs."""
+"""The memory estimate matches measurements, and the memory flags and --compile work in full runs."""
 
 import csv
 import re
@@ -39,7 +39,7 @@ CAPTIONS = DiTConfig((16, 16), 2, 2, 96, 4, 3, text=TextConfig("t5", 8, 16, cros
 def own_bytes(
     mesh, plugin: str, precision: str, rank: int | None = None, eight_bits=False
 ) -> tuple[dict[str, int], int]:
-    """Return the bytes of each state on this rank, and of the gradients after a backward pass; ``rank``: LoRA's."""
+    """Return the bytes of each state on this rank, and of its gradients after a backward pass. ``rank`` is LoRA's."""
     from opendit.checkpoint.ema import EMA
     from opendit.parallel.engines import build_engine
 
@@ -97,7 +97,7 @@ def test_moments_in_8_bits_are_those_of_the_engine():
     ((states, _),) = run_ranks(1, own_bytes, "zero2", "fp32", None, True)
     assert states["moments"] == pytest.approx(needs.states["moments"], rel=0.06)  # vectors are kept in fp32
     assert needs.states["moments"] < 0.26 * exact.states["moments"]
-    assert needs.states["decoded moments"] == exact.states["moments"]  # of so few weights, all pass at once
+    assert needs.states["decoded moments"] == exact.states["moments"]  # a small model decodes all at once
     large = estimate(XL, Setup(eight_bits=True), 2)
     table = 8 * (2**24 + 1152 * 6912)
     assert large.states["decoded moments"] == table
@@ -114,18 +114,18 @@ def test_lora_s_weights_are_counted_without_making_them(name):
     lora = Lora(3, 6, "", ("attn.*", "fc1:2", "kv", "adaLN_modulation.*"))
     add_lora(model, lora, (), seed=0)
     assert lora_parameters(config, lora) == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if name.startswith("MovieGen"):  # whose width ranks can't divide
+    if name.startswith("MovieGen"):  # its width can't be divided among ranks
         return
     divide(model, Group(None, 1, 2))
     assert lora_parameters(config, lora, 2) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-# Torch counts products that make a new tensor alone.
+# Torch counts only matrix products that make a new tensor.
 IN_PLACE = {torch.ops.aten.addmm_: lambda y, a, b, **_: 2 * a[0] * a[1] * b[1]}
 
 
 def test_lora_s_work_is_that_of_the_products_that_are_made():
-    """Counted by torch: frozen weights have no gradients."""
+    """The estimated work of LoRA matches torch's count, as frozen weights need no gradients."""
     lora, model = Lora(3, 6, "", ("qkv", "fc1:2")), DiT(LABELS)
     found = []
     for trained in (None, lora):
@@ -134,14 +134,14 @@ def test_lora_s_work_is_that_of_the_products_that_are_made():
         with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counted:
             model(*inputs(LABELS, 4)).sum().backward()
         found.append(4 * training_flops(LABELS, trained) / counted.get_total_flops())
-    # Torch counts an attention's product once more in its backward pass. With LoRA, what comes before the first one has
-    # no gradient, which the estimate does not leave out.
+    # Torch counts one product of attention a second time in the backward pass. With LoRA, nothing before the first
+    # adapted layer has a gradient, which the estimate ignores.
     assert 0.97 < found[0] < 1 and 1 <= found[1] / found[0] < 1.05
 
 
 @pytest.mark.parametrize("config", (LABELS, CAPTIONS), ids=("labels", "captions"))
 def test_lora_keeps_no_more_activations_than_training_all_weights(config):
-    """And as many where an embedder is trained beside it, which makes a gradient of every modulation necessary."""
+    """LoRA keeps as many if an embedder is trained, too, because every modulation then needs a gradient."""
     setup = Setup(precision="fp32", fused=False, lora=Lora(1, 1, ""))
     unit = 4 * config.tokens * config.hidden_size * 4
     expected = estimate(config, setup, 4).activations - (5 + 5 / 4 * (config.mlp_ratio - 4)) * unit
@@ -164,13 +164,13 @@ def test_cast_weights_of_autocast():
 @pytest.mark.parametrize("level", ("none", "norms", "cheap", "half", "mlp"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_activations_are_what_a_model_keeps(config, level, dtype):
-    """torch's expressions on a CPU; tests/kernels/test_recompute.py counts the fused kernels' tensors."""
+    """This checks torch's operations on a CPU. tests/kernels/test_recompute.py covers the fused kernels."""
     model = randomised(DiT(config)).place("cpu", dtype)
     recompute_in(model, level)
     setup = Setup(precision="fp32" if dtype == torch.float32 else "bf16", fused=False, recompute=level)
     x, t, y = inputs(config, 4)
     kept = kept_bytes(lambda: model(x, t, y))
-    # All that is outside of blocks: without them.
+    # Subtract what is kept outside of the blocks.
     model.blocks = torch.nn.ModuleList()
     kept -= kept_bytes(lambda: model(x, t, y))
     unit = 4 * config.tokens * config.hidden_size * dtype.itemsize
@@ -197,7 +197,7 @@ def test_checkpointed_blocks_keep_their_input_and_modulation_and_may_keep_attent
 
 @pytest.mark.parametrize("attention", (False, True))
 def test_checkpointed_blocks_keep_the_captions_tokens(attention):
-    """FLUX.1's blocks of both kinds, with 24 tokens of the picture and 7 of the caption."""
+    """FLUX.1's blocks of both kinds, with 24 picture tokens and 7 caption tokens."""
     subject = tiny("flux")
     config = public_config("flux", subject.values, subject.size, subject.tokens)
     setup = Setup(
@@ -236,15 +236,15 @@ def test_blocks_that_are_not_recomputed_keep_all(attention):
     def estimated(**changes) -> float:
         return estimate(LABELS, replace(setup, **changes), 2).activations
 
-    for found, count in ((one, 1), (few, 3), (every, 4)):  # the last block is there as a whole when its pass begins
+    for found, count in ((one, 1), (few, 3), (every, 4)):  # the last block's backward pass has all
         less = estimated() - estimated(**how, recompute_blocks=count)
         assert less == pytest.approx((none - found) * (count - 1) / count, rel=2e-3)
     assert estimated(**how) == estimated(**how, recompute_blocks=4)
 
 
 def test_measured_peaks():
-    """Every peak in results.csv that is a training run of the engine, from the day its variants no longer left memory
-    to each other (the first rows are 7.6 GiB too high throughout, the plain model's included)."""
+    """Check the peaks of all training runs in results.csv. Rows of the first commit are left out: they are 7.6 GiB too
+    high, because each measurement kept memory from the one before."""
     rows = csv.DictReader(Path(__file__).parents[2].joinpath("benchmarks/results.csv").open())
     pattern = (
         r"DiT-XL/2 (zero2|ddp|gemini) (bf16|fp16)( kernels)? 256px batch (\d+)( deterministic| full EMA| sharded EMA)?"
@@ -256,7 +256,7 @@ def test_measured_peaks():
             continue
         plugin, precision, kernels, batch, suffix = match.groups()
         world = int(row["gpus"])
-        averages = world if suffix == " full EMA" else 1  # the benchmark's comparison: not sharded
+        averages = world if suffix == " full EMA" else 1  # for comparison, the benchmark does not shard these averages
         setup = Setup(plugin, precision, world, averages=averages, fused=bool(kernels or row["bench"] == "state"))
         error = estimate(XL, setup, int(batch)).total / GIB / float(row["value"]) - 1
         print(f"{row['case']}, {row['gpus']} GPUs: {row['value']} GiB, {error:+.1%}")
@@ -276,7 +276,7 @@ LORAS = {  # rows of benchmarks/bench_cards.py
 
 
 def test_measured_peaks_of_lora():
-    """A LoRA of FLUX.1, rank 16, of one picture of 1024 px."""
+    """LoRA of rank 16 on FLUX.1, with one picture of 1024 px."""
     config = public_config("flux", SUBJECTS["flux"].values, (128, 128), 512)
     rows = csv.DictReader(Path(__file__).parents[2].joinpath("benchmarks/results.csv").open())
     peaks = {row["case"]: row for row in rows if row["metric"] == "allocated GiB"}
@@ -284,7 +284,7 @@ def test_measured_peaks_of_lora():
     for case, setup in LORAS.items():
         found = estimate(config, replace(setup, lora=Lora(16, 16.0, "")), 1).total / GIB
         row = peaks[f"flux {case}"]
-        # The older rows are of a version that kept the output of a recomputed block's branch for its frozen gate.
+        # In the older version, a recomputed block kept its branch's output for the frozen gate.
         peak = float(row["value"]) - branch * (row["commit"] == "c15cbcaa")
         assert abs(found / peak - 1) < 0.025, (case, found, peak)
 
@@ -363,7 +363,7 @@ def test_recompute_falls_back_with_a_note(argv, tmp_path):
 
 
 def curve(mesh, plugin: str, precision: str, how: str) -> list[float]:
-    """Losses of four steps of two micro-batches; ``how``: eager, compile or a level of recomputing."""
+    """Return the losses of four steps of two micro-batches. ``how`` is eager, compile or a recomputation level."""
     from opendit.parallel.engines import build_engine
 
     torch._dynamo.reset()
@@ -383,7 +383,7 @@ def curve(mesh, plugin: str, precision: str, how: str) -> list[float]:
                 engine.backward(loss)
             losses.append(loss.item())
         engine.step()
-    if how == "compile":  # all blocks, the final layer: not one for each block
+    if how == "compile":  # one graph for all blocks and one for the final layer, not one per block
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     return losses
 
@@ -397,7 +397,7 @@ def curves(mesh, plugin: str, precision: str) -> dict[str, list[float]]:
 )
 def test_engines_take_the_same_steps(world, plugin, precision):
     for found in run_ranks(world, curves, plugin, precision):
-        assert found["eager"][-1] < 0.8 * found["eager"][0]  # it learns, so every gradient counts
+        assert found["eager"][-1] < 0.8 * found["eager"][0]  # it learns, so the test depends on every gradient
         assert found["cheap"] == found["mlp"] == found["eager"]
         assert found["compile"] == pytest.approx(found["eager"], rel=1e-5 if precision == "fp32" else 2e-2)
 

@@ -1,4 +1,4 @@
-"""The estimate of --plugin fsdp against closed forms, and against what ranks really allocate."""
+"""The memory estimate of --plugin fsdp matches closed forms and the bytes that ranks allocate."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
 XL = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=1000)
-DEEP = DiTConfig((4, 4), 2, 2, 192, 10, 3, num_classes=3)  # 4 tokens: weights are all that counts
+DEEP = DiTConfig((4, 4), 2, 2, 192, 10, 3, num_classes=3)  # with only 4 tokens, weights dominate
 
 
 def batch(samples: int = 1) -> tuple:
@@ -57,8 +57,8 @@ def engine_of(mesh: Mesh, precision: str, sharding: Sharding, accumulation: int 
 
 
 def states_held(mesh: Mesh, cases: list[tuple]) -> list[tuple[dict[str, int], int]]:
-    """Return, for each case (replicate, precision, rank of LoRA), the bytes of each state, and of gradients after the
-    backward pass."""
+    """Return, for each case (replicate, precision, rank of LoRA), the bytes of each state, and of the gradients after
+    the backward pass."""
     from opendit.checkpoint.ema import EMA
 
     found = []
@@ -96,7 +96,7 @@ def test_states_are_those_of_the_engine(world):
             assert gradients == pytest.approx(shard, rel=0.01)
 
 
-STEPS = [  # reshard, micro-batches, whole gradients are kept
+STEPS = [  # reshard, micro-batches, keep full gradients
     ("never", 1, True),
     ("after_forward", 1, True),
     ("never", 3, True),
@@ -106,7 +106,7 @@ STEPS = [  # reshard, micro-batches, whole gradients are kept
 
 
 def peaks(mesh: Mesh) -> list[int]:
-    """Bytes that a step's passes allocate at their peak, of every case of STEPS."""
+    """Return, for each case in STEPS, the peak bytes that a step's passes allocate."""
     found = []
     for reshard, accumulation, kept in STEPS:
         sharding = Sharding(keep_gathered=reshard == "never", keep_gradients=kept)
@@ -118,14 +118,14 @@ def peaks(mesh: Mesh) -> list[int]:
                     engine.backward(engine.forward(*batch()).float().square().mean())
 
         passes()
-        engine.step()  # which on a CPU takes memory that the kernel of a GPU does not take
+        engine.step()  # on a CPU the optimizer takes memory that the GPU kernel does not take
         found.append(peak_bytes(passes))
     return found
 
 
 def test_a_step_allocates_what_the_estimate_says():
-    """But for what is in flight at once, which on gloo is a matter of time: some blocks' weights, and gradients to be
-    reduced. (A rank's shard of all weights, or all of them in bf16, are 14 MB.)"""
+    """The tolerance covers what is in flight at once, which depends on timing with gloo: some blocks' weights, and
+    gradients being reduced. For comparison, the shard of all weights takes 14 MB, as do all weights in bf16."""
     flight = 1.5 * (2 + 4) * DEEP.whole_block_parameters()  # 6 MB
     for (reshard, accumulation, kept), held in zip(STEPS, run_ranks(2, peaks)[0], strict=True):
         setup = Setup("fsdp", "bf16", 2, reshard=reshard, keep_gradients=kept, accumulate=accumulation > 1)
@@ -135,7 +135,7 @@ def test_a_step_allocates_what_the_estimate_says():
 
 
 def test_closed_forms():
-    """DiT-XL/2 with P weights on R ranks: the differences between the levels are known without the formulas."""
+    """For DiT-XL/2 with P weights on R ranks, the differences between settings are known in closed form."""
     few, P = GATHERED * XL.whole_block_parameters(), XL.parameters()
 
     def total(**changes) -> float:
@@ -153,12 +153,13 @@ def test_closed_forms():
         ring = RING if offload == "state" else 0
         assert on.total - off.total == pytest.approx(off.host_total - ring) and off.host_total == sum(off.host.values())
     each, kept = (estimate(XL, Setup("fsdp", "bf16", 8, accumulate=True, keep_gradients=k), 4) for k in (False, True))
-    reduced = 4 * P / 8 + 4 * XL.whole_block_parameters() + 2 * outside  # shards, and the buffer of what is reduced
+    reduced = 4 * P / 8 + 4 * XL.whole_block_parameters() + 2 * outside  # shards, and the buffer being reduced
     assert kept.gradients_at_the_end - each.gradients_at_the_end == pytest.approx(4 * P - reduced)
     each, kept = each.total, kept.total
     half = total(accumulate=True, keep_gradients=True, reduce_dtype="bf16")
     assert kept - half == pytest.approx(2 * P)
-    assert total() == total(reshard="after_forward") and total(accumulate=True) == each  # what is open counts as least
+    # Undecided settings count as the smallest.
+    assert total() == total(reshard="after_forward") and total(accumulate=True) == each
 
 
 @pytest.mark.parametrize(
@@ -166,14 +167,15 @@ def test_closed_forms():
     (("vDiT-7B/122", 2, False, 70.7), ("vDiT-28B/122", 3, True, 91.6)),
 )
 def test_peaks_measured_of_fsdp2(name, batch, checkpointed, measured):
-    """GiB on four H200s, 8k tokens, by 40 lines of FSDP2 around blocks; no average."""
+    """GiB on four H200s with 8k tokens, measured with plain FSDP2 around blocks and no EMA."""
     config = model_config(name, input_size=(32, 32), in_channels=4, frames=32, num_classes=1000)
     setup = Setup("fsdp", "bf16", 4, averages=0, reshard="after_forward", grad_checkpoint=checkpointed)
     assert estimate(config, setup, batch).total / GIB == pytest.approx(measured, rel=0.04)
 
 
 def test_the_peak_measured_at_the_end_of_the_backward_pass():
-    """GiB on one H100: Wan TI2V-5B, a clip of 27,900 tokens. Gradients grow faster than inputs of blocks are freed."""
+    """GiB on one H100 with Wan TI2V-5B and a clip of 27,900 tokens. Gradients grow faster than block inputs are
+    freed."""
     values = dict(num_attention_heads=24, attention_head_dim=128, in_channels=48, out_channels=48, text_dim=4096)
     config = public_config(
         "wan", values | dict(freq_dim=256, ffn_dim=14336, num_layers=30, patch_size=[1, 2, 2]), (31, 60, 60)
@@ -192,21 +194,21 @@ def flux(**values) -> PublicConfig:
 
 
 def test_the_peak_measured_with_blocks_in_host_memory():
-    """GiB on each of two H100s: all weights of FLUX.1, 32 pictures of 512 px a rank (benchmarks/bench_cards.py)."""
+    """GiB on each of two H100s, training all of FLUX.1 on 32 pictures of 512 px a rank (benchmarks/bench_cards.py)."""
     assert estimate(flux(), WHOLE, 32).total / GIB == pytest.approx(24.04, rel=0.02)
 
 
 def test_each_end_of_the_pass_counts_its_own_block():
-    """A block of two streams has 36 D^2 weights in its matrices, a block of one stream 15 D^2."""
+    """A block with two streams has 36 D^2 weights in its matrices, and a block with one stream 15 D^2."""
     ends = (57, 0), (0, 57), (19, 38)
     double, single, both = (estimate(flux(num_layers=d, num_single_layers=s), WHOLE, 32) for d, s in ends)
     assert both.gathered == pytest.approx(single.gathered)
     assert both.gathered_at_the_end == pytest.approx(double.gathered_at_the_end)
-    blocks = (double.gathered - single.gathered) / (2 * 3)  # one that computes, and two ahead
+    blocks = (double.gathered - single.gathered) / (2 * 3)  # one block that computes, and two ahead
     assert blocks == pytest.approx(21 * 3072**2, rel=0.01)
     for name in ("last_block", "gradients_at_the_end"):  # its activations and gradients
         of_both, of_double, of_single = (getattr(each, name) for each in (both, double, single))
-        # A recomputed block's input includes modulation, which is averaged over the stack.
+        # A recomputed block's input includes modulation, which is averaged over all blocks.
         assert of_both == pytest.approx(of_double, rel=1e-3) and of_double > 1.1 * of_single
 
 
@@ -221,9 +223,9 @@ def test_what_is_left_open_is_settled_by_what_fits():
     seen = [chosen(least + tenths * 0.1 * GIB) for tenths in range(50)]
     assert list(dict.fromkeys(seen)) == [("after_forward", False), ("never", False), ("never", True)]
     assert chosen(None) == ("never", True)
-    assert chosen(0, replace(setup, reshard="never", keep_gradients=True)) == ("never", True)  # as asked
+    assert chosen(0, replace(setup, reshard="never", keep_gradients=True)) == ("never", True)  # unchanged
     assert chosen(None, replace(setup, reshard="after_forward")) == ("after_forward", True)
-    for batch in (largest_batch(XL, setup, 40 * GIB),):  # with everything open: the least
+    for batch in (largest_batch(XL, setup, 40 * GIB),):  # undecided settings count as the smallest
         assert estimate(XL, setup, batch).total <= 40 * GIB < estimate(XL, setup, batch + 1).total
 
 
@@ -258,7 +260,7 @@ def test_float8_weights_take_a_byte_where_they_are_gathered_and_another_on_their
     def needs(**changes) -> Estimate:
         return estimate(config, replace(setup, **changes), 1)
 
-    ours, theirs = needs(), needs(compiled=True)  # compiled blocks cast what was gathered in bf16
+    ours, theirs = needs(), needs(compiled=True)  # compiled blocks cast to float8 after gathering in bf16
     assert theirs.gathered - ours.gathered == float8 and theirs.activations - ours.activations == float8
     assert sum(ours.states.values()) - sum(theirs.states.values()) == float8 / 4 == ours.states["float8 weights"]
     few = GATHERED * float8 / config.depth

@@ -1,4 +1,4 @@
-"""The note about a GPU whose memory is nearly full."""
+"""A note is printed if a GPU's memory is nearly full."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""train.py --pack_tokens: the curve of packs is that of their samples one by one; resumes; what is refused."""
+"""train.py --pack_tokens: losses match training on the samples one by one, runs resume, and bad flags are refused."""
 
 import json
 import os
@@ -50,14 +50,14 @@ def curve(lines):
 
 @pytest.fixture(scope="module")
 def packed(pictures, tmp_path_factory):
-    """The log of two packs a step, in one process."""
+    """Return the log of one process that trains on two packs a step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("opendit.parallel.supervisor.close_mesh", lambda: None)
         return run(pictures, tmp_path_factory.mktemp("packed"), "--grad_accumulation", "2")
 
 
 def test_the_curve_is_that_of_the_samples_one_by_one(pictures, packed, tmp_path, no_ranks, monkeypatch):
-    """The same program with a model that is called for every sample of a pack alone."""
+    """Compare with the same program, calling the model for each sample in a pack separately."""
     sizes = []
 
     def one_by_one(self, packed):
@@ -100,7 +100,7 @@ def test_a_resume_goes_on_with_the_same_packs(pictures, packed, tmp_path, no_ran
 
 
 def test_packs_that_hold_all_samples_several_times(pictures, tmp_path, no_ranks, capsys):
-    """An epoch is less than a step, which neither a run nor what is said before it divides by."""
+    """An epoch is shorter than a step, which must not cause a division by zero."""
     large = ("--pack_tokens", "4096")
     assert train.main([*FLAGS, "--data_path", str(pictures), "--max_steps", "2", *large, "--dry_run", "1"]) in (0, None)
     told = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Training on packs is training on their samples one by one: losses, gradients, curves, on any number of ranks."""
+"""Training on packs matches training on the samples one by one, in losses and gradients, on one rank or two."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ from train import EagerPasses, Inputs
 SEED, CLASSES, TOKENS, LR, CLIP, STEPS = 3, 5, 32, 2e-3, 0.2, 5
 CONFIG = VDiTConfig((2, 4, 4), (2, 2, 2), 3, 36, 2, 6, num_classes=CLASSES)
 PICTURES = DiTConfig((4, 4), 2, 3, 36, 2, 6, num_classes=CLASSES, learn_sigma=False)
-# Two packs a step, of four samples and of three; the first of them ends with padding.
+# Two packs a step, with four samples and with three. The first ends with padding.
 SIZES = (((4, 4, 8), (2, 4, 4), (1, 4, 4), (1, 2, 2)), ((2, 8, 8), (2, 4, 8), (2, 4, 8)))
 SAMPLES = sum(map(len, SIZES))
 OBJECTIVES = {
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def batch(step: int, pack: int, sizes=SIZES, weights: Tensor | None = None) -> Batch:
-    """Make a pack as the loader does: every sample's means and deviations, in a tensor of its shape."""
+    """Make a pack as the loader does, with each sample's means and deviations in a tensor of its shape."""
     first, generator = sum(map(len, sizes[:pack])), torch.Generator().manual_seed(100 * step + pack)
     x = tuple(torch.randn(6, *size, generator=generator).abs() for size in sizes[pack])
     index = torch.arange(first, first + len(x))
@@ -52,12 +52,12 @@ def batch(step: int, pack: int, sizes=SIZES, weights: Tensor | None = None) -> B
 
 
 def losses_of(batch: MicroBatch | PackedMicroBatch, objective: Objective, model) -> Tensor:
-    """The loss of each sample by the program's passes, with ``model`` called directly."""
+    """Return the loss of each sample from the program's passes, calling ``model`` directly."""
     return EagerPasses(SimpleNamespace(forward=model), objective).losses(batch)
 
 
 def alone(made: Batch, number: int) -> Batch:
-    """One of its samples, as the loader gives it without packs."""
+    """Return one sample as the loader returns it without packs."""
     rows = slice(number, number + 1)
     return Batch(made.x[number].unsqueeze(0), made.y[rows], made.index[rows], made.step, made.micro, epoch=0)
 
@@ -85,7 +85,7 @@ def model_of(config: DiTConfig = CONFIG, route: TokenRoute | None = None):
 
 
 def one_by_one(model, objective: Objective, made: Batch, given: Inputs) -> list[Tensor]:
-    """The loss of each sample, of a model that is called with it alone."""
+    """Return the loss of each sample, calling the model for one at a time."""
     found = []
     for number in range(len(made.index)):
         alone_here = given.of(alone(made, number))
@@ -120,7 +120,7 @@ ROUTES = {
 
 
 def plain_run(routed: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and first moments of one process in fp32 that never saw a pack: the mean over a step's samples."""
+    """Return losses and first moments of one fp32 process without packs, averaging over a step's samples."""
     (config, route), objective, losses = ROUTES[routed], OBJECTIVES["ddpm"], []
     model, given = model_of(config, route), inputs(objective, config, route=route)
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)

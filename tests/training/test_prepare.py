@@ -1,4 +1,4 @@
-"""The attention kernel of a run and of its resumes."""
+"""The attention kernel of new and resumed runs."""
 
 from types import SimpleNamespace
 
@@ -17,8 +17,8 @@ from opendit.training import prepare as preparing
     [
         ("cudnn", None, False, True, "cudnn"),
         ("cudnn", "efficient", False, True, "efficient"),  # as in the checkpoint
-        ("cudnn", "math", False, True, "cudnn"),  # which does not run here: said in a note
-        ("cudnn", None, True, True, "flash"),  # cuDNN's gradients are not the same bits in every run
+        ("cudnn", "math", False, True, "cudnn"),  # math does not run here, so a note is printed
+        ("cudnn", None, True, True, "flash"),  # cuDNN's gradients differ between runs in their last bits
         ("cudnn", "cudnn", True, True, "flash"),
         ("flash", "cudnn", True, True, "flash"),
         ("efficient", None, True, True, "efficient"),  # fp32
@@ -31,7 +31,7 @@ from opendit.training import prepare as preparing
 def test_attention_of_resumed_and_deterministic_runs(
     chosen, stored, deterministic, flashattn, used, asked, monkeypatch
 ):
-    if asked != "auto":  # wins over the checkpoint's
+    if asked != "auto":  # the flag overrides the checkpoint
         chosen = used = asked
 
     def resolve(wanted, *_, tiled):

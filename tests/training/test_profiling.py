@@ -1,4 +1,4 @@
-"""--profile: the table by kind of work, and the files that a run leaves."""
+"""--profile: the table by kind of work, and the files that a run writes."""
 
 import gzip
 import json

@@ -1,5 +1,4 @@
-"""Training of every family of public models from files: losses on buckets of several shapes (--bucket_tokens) against
-diffusers, and on two ranks against one."""
+"""Training every public model family on buckets: losses match diffusers, and two ranks match one."""
 
 import json
 import re
@@ -19,7 +18,7 @@ from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
 from train import EagerPasses
 
-# Family -> width and height of media, in units of the side that its patches need; and pixels of this unit.
+# Width and height of each picture or clip, in units that are a family's smallest side, and that unit in pixels.
 SIDES = [(4, 4), (2, 6), (3, 4), (4, 4), (6, 2), (2, 2), (3, 4), (2, 6)]
 UNITS = {"wan": 16, "ltx": 32}
 FRAMES = {"wan": 5, "ltx": 9}
@@ -30,7 +29,8 @@ WAYS = ["--tensor_parallel_size 2", "--sequence_parallel_size 2", "--pipeline_pa
 
 
 def flags_of(folder, name, outputs):
-    """Return the flags of a short run on buckets. Write the pipeline's folder, with captioned media, if it is new."""
+    """Return the flags of a short run on buckets. Write the pipeline's folder and captioned media if they do not
+    exist."""
     unit, frames, random = UNITS.get(name, 16), FRAMES.get(name), np.random.default_rng(0)
     if not folder.exists():
         write_pipeline(folder, name)
@@ -76,7 +76,7 @@ def test_two_ranks_have_the_curve_of_one(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(set(TRANSFORMERS) - {"wan_i2v", "wan_i2v_a14b", "wan_ti2v", "wan_a14b"}))
 def test_losses_of_buckets_are_those_of_diffusers_network(name, tmp_path, monkeypatch, capsys):
-    """Steps with a vanishing learning rate, on micro-batches of two samples, each of another shape."""
+    """The learning rate is vanishing. Micro-batches of two samples have different shapes."""
     monkeypatch.setenv(FOLDER, str(tmp_path / "sizes"))
     seen, true_losses = [], EagerPasses.losses
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""LoRA of public models: from the folder of a pipeline to weights that diffusers adds to its own."""
+"""LoRA on public models, from a pipeline's folder to weights that diffusers can add to its own."""
 
 import json
 
@@ -18,7 +18,7 @@ from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
 from tests.training.test_public_training import Runs, folders, losses, run, sizes  # noqa: F401 (fixtures)
 
-# Captions as long as the folders' own: FLUX.1 and Wan attend to their padding.
+# Captions have the folders' own length, because FLUX.1 and Wan attend to their padding.
 LORA = "--lora 2 --lora_alpha 12 --lr 3e-2 --ema_decay 0.1 --no_ema_warmup --max_text_tokens 512 --batch_size 8".split()
 
 
@@ -27,7 +27,7 @@ FAMILIES = ("flux", "z_image", "wan", "flux2_klein")
 
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):  # noqa: F811
-    """Return a run with --lora of every family."""
+    """Return the --lora run of every family."""
     return Runs(lambda name: run(folders, name, tmp_path_factory.mktemp(f"{name}-lora"), *LORA))
 
 
@@ -37,8 +37,8 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_diffusers_adds_what_we_merge(folders, trained, name, tmp_path):  # noqa: F811
-    """Every weight of diffusers' network with our LoRA file, and of the folder that we export; the file's products may
-    belong to other layers than ours (q, k and v; attention and MLP side by side)."""
+    """Diffusers' network with our LoRA file has the weights of the folder that we export. The file's layers may differ
+    from ours: q, k and v are separate, as are attention and MLP."""
     file, merged = tmp_path / "style.safetensors", tmp_path / "merged"
     export(["lora", "--ckpt", str(trained[name]), "--output", str(file)])
     export(["diffusers", "--ckpt", str(trained[name]), "--base", str(folders / name), "--output", str(merged)])
@@ -77,7 +77,7 @@ def test_what_is_drawn_with_a_lora_is_drawn_from_the_merged_folder(folders, trai
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_of_lora_resumes_bit_for_bit(folders, trained, name, tmp_path):  # noqa: F811
     half = run(folders, name, tmp_path, *LORA, steps=2)
-    run(folders, name, tmp_path, *LORA[4:], "--load", str(half), load=True)  # it knows its LoRA and its base
+    run(folders, name, tmp_path, *LORA[4:], "--load", str(half), load=True)  # the run knows its LoRA and base
     assert losses(half) == losses(trained[name])
     for file in ("model", "ema", "optimizer_000"):
         one, other = (load_file(each / f"checkpoints/latest/{file}.safetensors") for each in (trained[name], half))
@@ -106,7 +106,7 @@ def test_two_ranks_have_the_curve_of_one(folders, trained, tmp_path, ways):  # n
 
 
 def test_the_recipe_fits_a_run_to_this_machine(folders, tmp_path, capsys):  # noqa: F811
-    """Without a GPU to host memory, in fp32; flags that are given stay."""
+    """Without a GPU the recipe fits the run to host memory in fp32, and explicit flags stay."""
     found = run(folders, "z_image", tmp_path, "--recipe", "lora", "--batch_size", "2", steps=2)
     said = capsys.readouterr().out
     words = "--lora 16 --mixed_precision fp32 --recompute none --batch_size 2 --grad_accumulation 2 --plugin zero2"

@@ -1,5 +1,5 @@
-"""Training of public models by train.py, from the folder of a pipeline to a picture and to a folder that diffusers
-loads: tiny models of every family."""
+"""train.py on tiny public models of every family, from a pipeline's folder to a picture and to a folder that diffusers
+loads."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ from tests.ranks import run_ranks, several_programs
 from train import EagerPasses
 
 FAMILIES = ("flux", "z_image", "wan", "qwen_image", "flux2_klein")
-SIZES = {"z_image": {"dim": 48, "n_heads": 6, "n_kv_heads": 6}}  # an MLP that two ranks can divide
+SIZES = {"z_image": {"dim": 48, "n_heads": 6, "n_kv_heads": 6}}  # two ranks can divide this MLP
 STEPS = 4
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
 
@@ -62,12 +62,12 @@ def sizes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Return a folder with the pipeline of every family, and with pictures and clips of equal and unequal sizes."""
+    """Return a folder with every family's pipeline, and with pictures and clips of equal and unequal sizes."""
     return write_folders(tmp_path_factory.mktemp("public"), FAMILIES)
 
 
 def write_folders(root, families):
-    """Write what ``folders`` returns, with these families."""
+    """Write and return such a folder with these families."""
     random = np.random.default_rng(0)
     for name in families:
         write_pipeline(root / name, name, **SIZES.get(name, {}))
@@ -86,7 +86,7 @@ def write_folders(root, families):
 
 
 def flags_of(folders, name, data="equal", *, load=False):
-    """Return the flags of a run of a family; ``load``: of one that goes on without --pretrained."""
+    """Return a family's flags. With ``load``, they are for resuming without --pretrained."""
     folder = folders / name
     clips = "--use_video --num_frames 5 --image_size 32" if name == "wan" else "--image_size 64"
     found = (
@@ -110,7 +110,7 @@ def losses(folder):
 
 
 class Runs(dict):
-    """Runs by their family, each made when it is first asked for."""
+    """Runs by family. Each run is made when it is first needed."""
 
     def __init__(self, make):
         self.make = make
@@ -122,7 +122,7 @@ class Runs(dict):
 
 @pytest.fixture(scope="module")
 def whole(folders, tmp_path_factory):
-    """Return the run of every family in one process: a step is an epoch of the same eight samples."""
+    """Return every family's run in one process. A step is an epoch of the same eight samples."""
     how = f"--batch_size 8 --ckpt_every {STEPS // 2}".split()
     return Runs(lambda name: run(folders, name, tmp_path_factory.mktemp(name), *how))
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_holds_the_published_configuration(folders, whole, name):
 
 
 def test_a_set_is_learned_by_heart(folders, tmp_path):
-    """Held-out losses at fixed noise: of samples that are trained on, here."""
+    """The held-out losses at fixed noise are of the training samples here."""
     data = tmp_path / "same.csv"
     data.write_text((folders / "equal-png.csv").read_text().replace("equal-", f"{folders}/equal-"))
     more = f"--batch_size 8 --lr 1e-2 --validate_path {data} --validate_every 20 --ema_decay 0.5 --sample_every 20"
@@ -171,7 +171,7 @@ WAYS = {
     "pipeline": "--batch_size 4 --grad_accumulation 2 --pipeline_parallel_size 2",
 }
 DRAWN = "--sample_every 4 --sample_steps 2"
-# Captions of Z-Image have lengths of their own, which stages of a pipeline have to agree on. The packs are fsdp's.
+# Captions of Z-Image vary in length, and pipeline stages have to agree on it. Packs use fsdp.
 JOBS = [
     *((name, way, WAYS[way], "equal") for way in ("zero2", "tensor", "sequence") for name in ("z_image", "wan")),
     ("wan", "pipeline", WAYS["pipeline"], "equal"),
@@ -190,7 +190,7 @@ def programs(mesh, folders, outputs) -> None:
         run(folders, name, outputs / f"{name}, {way}", *more.split(), data=data)
 
 
-# Captions of FLUX.1 and Z-Image are tokens of the packs: 48 and, filled to a multiple of 32, 64 a sample.
+# Captions of FLUX.1 and Z-Image are tokens in the packs: 48, or 64 a sample when filled to a multiple of 32.
 PACKS = {
     "wan": "--pack_tokens 16 --grad_accumulation 2",
     "flux": "--pack_tokens 192 --grad_accumulation 2",
@@ -202,7 +202,7 @@ PACKS = {
 
 @pytest.fixture(scope="module")
 def packed(folders, tmp_path_factory):
-    """Return the run of every family on packs in one process."""
+    """Return every family's run on packs in one process."""
     return Runs(lambda name: run(folders, name, tmp_path_factory.mktemp("packs"), *PACKS[name].split(), data="unequal"))
 
 
@@ -237,7 +237,7 @@ def test_packs_have_the_curve_of_samples_one_by_one(folders, packed, name, tmp_p
 
 @pytest.mark.parametrize("name", ["flux", "z_image"])
 def test_pictures_of_unequal_sizes_are_trained_by_buckets(folders, tmp_path, name, monkeypatch):
-    """One size a micro-batch; FLUX.1's times are shifted by the number of its tokens."""
+    """A micro-batch has one size. FLUX.1's times are shifted by the number of tokens."""
     seen, times = [], FlowObjective.times
 
     def of(self, seed, step, index, tokens=None):
@@ -253,7 +253,7 @@ def test_pictures_of_unequal_sizes_are_trained_by_buckets(folders, tmp_path, nam
 
 
 def test_a_dropped_caption_is_the_empty_one(folders):
-    """Z-Image's captions have no more tokens than they need, the empty one fewer than most."""
+    """Z-Image's captions are not padded, and the empty caption is shorter than most."""
     for name in FAMILIES:
         text = family_of(name).text
         encoder = load_published_text(folders / name, family_of(name), device="cpu", max_tokens=48)
@@ -271,7 +271,7 @@ def pixels_of(drawn):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_is_drawn_from_and_exported(folders, whole, name, tmp_path, capsys):
-    """sample.py and opendit.load of the run, and both of the folder that it is exported to, draw the same."""
+    """sample.py and opendit.load draw the same from the run, and the exported folder holds the run's weights."""
     folder, clips = folders / name, name == "wan"
     encoders = {"vae": str(folder / "vae"), "text_encoder": str(folder)}
     argv = ["diffusers", "--ckpt", str(whole[name]), "--output", str(tmp_path / "tuned")]
@@ -325,13 +325,13 @@ def test_a_dry_run_plans_a_public_model(folders, name, capsys):
     train.main([*argv, "--dry_run", "2", "--parallel", "auto", "--global_batch_size", "8"])
     _, whole, chosen = capsys.readouterr().out.split("nothing was built")
     assert "4 x 2 ranks x 1 micro-batches = 8" in whole and f"{name}/{name}" in chosen
-    assert "--plugin" in whole  # the choice is told before its own figures
+    assert "--plugin" in whole  # the choice is printed before its own figures
 
 
 def test_plans_look_at_samples_of_the_size_that_the_folder_gives(folders):
     flags = parse(TrainConfig, ["--pretrained", str(folders / "z_image"), "--data_path", "mock"])
     dataset = data_of(flags, Circumstances(1, 1, 1.0, H200, has_gpu=False))
-    assert dataset.sample_shape == (8, 128, 128)  # means and deviations of 1024 px
+    assert dataset.sample_shape == (8, 128, 128)  # means and deviations at 1024 px
 
 
 REFUSED = [
@@ -427,7 +427,8 @@ def test_cuda_graphs_and_recomputed_blocks_on_a_cpu(folders, whole, tmp_path, ca
 
 
 def test_a_model_of_the_hub(folders, tmp_path, monkeypatch, capsys):
-    """Fetched once, by a stand-in; the run knows from where, and a resume needs neither the hub nor the flag."""
+    """A model is downloaded once, here by a stub. The run records its origin, and resuming needs neither hub nor
+    flag."""
     commit, asked = "0123456789" * 4, []
     snapshot = tmp_path / "cache/models--some--Flux.1/snapshots" / commit
 
@@ -462,7 +463,7 @@ def test_a_model_of_the_hub(folders, tmp_path, monkeypatch, capsys):
     encoders = ["--vae", f"{snapshot}/vae", "--text_encoder", str(snapshot)]
     train.main([*flags, "--max_steps", "2", "--load", str(found), *encoders])
     assert len(asked) == 1 and origin() == expected and len(losses(found)) == 2
-    # Where the flag is repeated, as for --lora.
+    # --lora and others need the commit when the flag is repeated.
     assert commit_of_run(found, "some/Flux.1") == commit_of_run(found / "checkpoints/latest", "some/Flux.1") == commit
     assert commit_of_run(found, "some/Other") is None and commit_of_run(tmp_path, "some/Flux.1") is None
     with pytest.raises(SystemExit):
@@ -471,8 +472,8 @@ def test_a_model_of_the_hub(folders, tmp_path, monkeypatch, capsys):
 
 
 def test_encoders_that_stay_stand_in_the_estimate(folders, tmp_path, capsys):
-    """With captions that are encoded while training: T5 and CLIP in bf16, the VAE in fp32. From a cache: the VAE, for
-    grids."""
+    """Captions encoded while training need T5 and CLIP in bf16 and the VAE in fp32. With cached latents only the VAE
+    is needed, to draw samples."""
 
     def held(*more):
         flags = parse(TrainConfig, [*flags_of(folders, "flux"), *more])

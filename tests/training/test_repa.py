@@ -1,4 +1,4 @@
-"""--repa through train.py: on any number of ranks, resumed, drawn from, and what it can't be combined with."""
+"""train.py --repa: training on one or two ranks, resuming, sampling, and combinations that are refused."""
 
 import pytest
 import torch
@@ -48,14 +48,14 @@ def test_two_ranks_train_what_one_does_a_resume_goes_on_and_the_run_draws(teache
     train.main([*flags, "--max_steps", "2"])
     train.main([*flags, "--max_steps", "3"])
     torch.testing.assert_close(losses(one), losses(two), rtol=2e-5, atol=0)
-    assert losses(one)[0] > 1.3  # the objective's and half of 1 - cosine
+    assert losses(one)[0] > 1.3  # the objective's loss plus half of 1 - cosine
     pipe = opendit.load(one / "000-DiT-Ti-2")
     assert pipe([1], steps=2, progress=False)[0].size == (8, 8) and pipe.config.alignment.width == 12
     with pytest.raises(SystemExit):
         train.main([*FLAGS[:-2], "--load", str(one / "000-DiT-Ti-2"), "--outputs", str(one)])
     assert "checkpoint of another model (alignment" in capsys.readouterr().err
     begun = [*FLAGS[:-2], "--pretrained", str(one / "000-DiT-Ti-2"), "--outputs", str(tmp_path / "plain")]
-    train.main([*begun, "--max_steps", "1", "--batch_size", "8"])  # the projector stays behind
+    train.main([*begun, "--max_steps", "1", "--batch_size", "8"])  # the projector is left out
     assert opendit.load(tmp_path / "plain" / "000-DiT-Ti-2").config.alignment is None
 
 

@@ -1,4 +1,4 @@
-"""A resume finds the right checkpoint, reports on the others, and reads nothing but its files."""
+"""Resuming finds the right checkpoint, reports damaged ones, and reads only the checkpoint's own files."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def train_to(steps: int, outputs: Path, *more: str) -> None:
 
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory):
-    """The outputs of a run of three steps with a checkpoint after each."""
+    """Return the outputs of a run that saved a checkpoint after each of three steps."""
     outputs, before = tmp_path_factory.mktemp("run"), dict(os.environ)
     train_to(3, outputs)
     os.environ.clear()
@@ -42,7 +42,7 @@ def three_steps(tmp_path_factory):
 
 @pytest.fixture
 def run(three_steps, tmp_path):
-    """A copy of that run, to be damaged."""
+    """Return a copy of that run, to be damaged."""
     shutil.copytree(three_steps, tmp_path / "outputs", symlinks=True)
     return tmp_path / "outputs" / "000-DiT-Ti-2"
 
@@ -62,13 +62,13 @@ def flip(path: Path) -> None:
 
 
 def swap(path: Path, make) -> None:
-    """Puts something else in the place of a file."""
+    """Replace a file with something else."""
     path.unlink()
     make(path)
 
 
 def list_anew(folder: Path, **files: str) -> None:
-    """Writes a correct manifest of what is in a checkpoint folder now."""
+    """Write a correct manifest for the current files in a checkpoint folder."""
     import hashlib
 
     (folder / "manifest.json").unlink()
@@ -129,7 +129,7 @@ def test_a_run_that_lost_its_newest_is_the_run_that_never_had_it(run, three_step
     assert f"{step(run, 3) / 'ema.safetensors'} is damaged" in said and f"{step(run, 2)}/state.json is missing" in said
     assert f"going on from {step(run, 1)}, the newest that is intact" in said
     assert [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
-    for number in (1, 2, 3, 4):  # the damaged ones were written anew
+    for number in (1, 2, 3, 4):  # the damaged ones were written again
         assert damage(step(run, number)) is None
         for file in ("model.safetensors", "ema.safetensors", "optimizer_000.safetensors"):
             ours, whole = (load_file(step(folder, number) / file) for folder in (run, tmp_path / "whole/000-DiT-Ti-2"))
@@ -180,7 +180,7 @@ def test_latest_is_followed_rather_than_an_abandoned_later_step(run):
     latest.write_text("step_0000001")  # where there are no symbolic links
     assert found("latest", run).folder == step(run, 1)
     latest.unlink()
-    shutil.copytree(step(run, 3), latest)  # a copy of the run that made folders of links
+    shutil.copytree(step(run, 3), latest)  # a copy that replaced links with folders
     assert found("latest", run).state["step"] == 3
 
 
@@ -236,7 +236,7 @@ def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
     ],
 )
 def test_latest_and_best_are_names_and_no_way_elsewhere(name, text, a_link, run):
-    """Whoever follows them would find an intact checkpoint there, of another run."""
+    """The links lead to an intact checkpoint of another run."""
     other = shutil.copytree(run, run.parent / "other", symlinks=True)
     link = run / "checkpoints" / name
     link.unlink(missing_ok=True)
@@ -274,7 +274,7 @@ def test_checkpoints_on_another_disk_are_read_and_not_written(run, tmp_path, no_
         put_in_place(step(run, 5))
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "disk").rglob("*")) == before
     shutil.move(model, tmp_path / "ema.safetensors")
-    model.symlink_to(tmp_path / "ema.safetensors")  # a second link, out of what the first one leads to
+    model.symlink_to(tmp_path / "ema.safetensors")  # a second link that leads out of the first link's target
     with pytest.raises(ValueError, match="symbolic link out of"):
         read_newest(step(run, 2))
 
@@ -400,7 +400,7 @@ def test_sampling_and_first_weights_take_the_newest_intact_one_of_a_run(harm, ru
     with pytest.raises(ValueError, match=f"take {step(run, 2)}, whose weights are intact"):
         read_newest(step(run, 3))
     with pytest.raises(ValueError, match=f"take {step(run, 2)}, whose weights are intact"):
-        read_newest(run)  # with nowhere to say it, no other checkpoint is taken
+        read_newest(run)  # without notes, no other checkpoint is used
     for number in (1, 2):
         harm(step(run, number) / "ema.safetensors")
     with pytest.raises(ValueError, match="no intact checkpoint: .*step_0000003.*step_0000002.*step_0000001"):
