@@ -34,7 +34,7 @@ def room_of(name: str) -> str:
 
 
 def choose(seconds: dict[str, float], budget: float) -> list[str]:
-    """Return the chosen files."""
+    """Return the files to put into the group."""
     rooms = defaultdict(list)
     for name in sorted(seconds, key=lambda name: (seconds[name], name)):
         rooms[room_of(name)].append(name)

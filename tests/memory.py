@@ -1,4 +1,4 @@
-"""Memory that a computation leaves in use, by torch's own account of every allocation."""
+"""Measure the memory that a computation uses on the CPU."""
 
 import ctypes
 import gc
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def kept_bytes(work: Callable) -> int:
-    """Bytes on the CPU that are in use after ``work()``, with its result alive, and were not before."""
+    """Return the bytes that ``work()`` leaves in use on the CPU, including its result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = work()
     events = record.events()
@@ -23,7 +23,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 class _Watch(TorchDispatchMode):
-    """The most bytes that malloc has given out, to any thread, after any operation of torch."""
+    """Records the most bytes that malloc has given to all threads, checked after every torch operation."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class _Watch(TorchDispatchMode):
 
 
 def peak_bytes(work: Callable) -> int:
-    """The most bytes that are in use at once on the CPU during ``work()``, above those before it."""
+    """Return the most bytes in use at once on the CPU during ``work()``, above those in use before."""
     gc.collect()
     watch = _Watch()
     before = watch.most

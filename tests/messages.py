@@ -1,4 +1,4 @@
-"""The messages that the package logs, for tests."""
+"""Collect the messages that the package logs."""
 
 import contextlib
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """Collect the messages of level INFO and above that the block logs, in any process that enters it."""
+    """Collect messages of level INFO and above that the package logs in this process within the block."""
     messages: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("opendit")
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -69,8 +69,8 @@ def _child(rank: int, world: int, port: int, folder: str, _, function: Callable,
     partial.rename(Path(folder, str(rank)))
     while not all(Path(folder, str(other)).exists() for other in range(world)):
         time.sleep(0.01)
-    # Without the tear-down of gloo and of the interpreter: gloo's threads now and then abort in it ("terminate
-    # called without an active exception"), after all the work is done.
+    # Exit without tearing down gloo and the interpreter, because gloo's threads sometimes abort then ("terminate
+    # called without an active exception").
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

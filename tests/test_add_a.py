@@ -1,4 +1,4 @@
-"""The steps in docs/architecture.md are enough: the files of tests/added and the rows below add a plugin, an
+"""The steps in docs/architecture.md are enough: the files in tests/added and the lines below add a plugin, an
 architecture, an objective, a sampler and a data source to a copy of the package."""
 
 import json
@@ -45,7 +45,7 @@ LINES = (
         '    "example": SourceDescription("example", "example: stripes"),\n',
     ),
 )
-SAMPLERS = 'ALL_SAMPLERS = ("ddim", "ddpm", '  # the row of samplers is one line
+SAMPLERS = 'ALL_SAMPLERS = ("ddim", "ddpm", '  # the samplers are all on one line
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""docs/architecture.md names only files, classes and methods that exist, and its packages are the floors of
+"""docs/architecture.md names only files, classes and methods that exist, and lists the packages in the order of
 test_imports."""
 
 import ast
@@ -28,12 +28,12 @@ def files(page: str) -> set[str]:
 
 
 def missing(page: str) -> set[str]:
-    """Return the files that a page names and that do not exist; for NAME.py the folder is checked."""
+    """Return the files that a page names but that do not exist. For NAME.py the folder is checked."""
     return {name for name in files(page) if not (ROOT / re.sub(r"NAME\.py$", "", name)).exists()}
 
 
 def classes(page: str) -> set[str]:
-    """Return names in CamelCase, of at least two parts or followed by a method."""
+    """Return names in CamelCase, alone or with a method call."""
     return {found[1] for text in quoted(page) if (found := re.fullmatch(r"([A-Z][a-z]+\w*)(?:\.\w+\(.*\))?", text))}
 
 

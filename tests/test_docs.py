@@ -1,5 +1,5 @@
-"""The documentation: the site builds without a warning, links of the README lead somewhere, and every printed command
-has flags that its program takes."""
+"""The documentation site builds without a warning, links lead to existing files and anchors, and printed commands have
+valid flags."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
@@ -64,7 +64,7 @@ def test_every_command_has_flags_that_its_program_takes(page, capsys, monkeypatc
 
 
 def test_commands_are_found():
-    """(So that the test above can't pass for finding none.)"""
+    """The test above would also pass if no commands were found."""
     found = [program(words) for _, words in commands((ROOT / "README.md").read_text())]
     looked_at = [of[0] for of in found if of is not None and check(*of)]
     assert {"train.py", "sample.py", "preprocess.py", "evaluate"} <= set(looked_at) and len(looked_at) >= 8

@@ -1,8 +1,7 @@
-"""No flag of a released version is lost, and none means something else, unless a table here says why.
+"""No flag of a released version is lost or changes its meaning, unless a table here says why.
 
-``tests/nets/help/*.txt`` is what the programs of an earlier commit print for ``--help all`` (tests/nets/make.py). A
-program may have more flags and more choices than it had.
-"""
+``tests/nets/help/*.txt`` has the output of ``--help all`` from an earlier commit (tests/nets/make.py). More flags and
+choices are allowed."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,9 @@ from tests.nets.make import PROGRAMS, help_of, tasks_of
 ROOT = Path(__file__).resolve().parents[1]
 NETS = ROOT / "tests" / "nets"
 
-# (program, flag): why it is no longer listed under this name, and by which name it is.
+# (program, flag): why the flag is gone, or its new name.
 LOST_OR_RENAMED: dict[tuple[str, str], str] = {}
-# (program, flag, "default", "choices" or "values"): why that is another now.
+# (program, flag, "default", "choices" or "values"): why this changed.
 CHANGED: dict[tuple[str, str, str], str] = {
     ("sample", "--lora", "values"): "several, each with a weight; one path is as before",
     ("evaluation", "--lora", "values"): "as of sample.py",
@@ -30,7 +29,7 @@ CHANGED: dict[tuple[str, str, str], str] = {
     ("page", "--outputs", "default"): "below the folder of --allow_train, where that is given; otherwise as before",
     ("train", "--max_text_tokens", "default"): "the bytes encoder of a new run takes a length that fits the data",
 }
-# A row of README's table as it was: how it is now, or why it is gone.
+# A task in the README's table at that commit: its text now, or why it is gone.
 TASKS_CHANGED: dict[str, str] = {
     "no VAE": "training on pixels, without a VAE",
     "NaN, a full disk, slow reading, other curves": "help with NaN, a full disk, slow reading, runs that differ",
@@ -69,7 +68,7 @@ NUMBERS = re.compile(r"at least|at most|above|below|\d to \d")
 
 
 def rows_of(text: str) -> dict[str, tuple[str, str]]:
-    """Return (what stands left, its description) of every flag, argument and command in a help text, by its name."""
+    """Return name -> (left column, description) of every flag, argument and command in a help text."""
     found: dict[str, tuple[str, str]] = {}
     names: list[str] = []
     for line in text.partition("\nExamples:")[0].splitlines():
@@ -86,7 +85,7 @@ def rows_of(text: str) -> dict[str, tuple[str, str]]:
 
 
 def flags_of(text: str) -> dict[str, Shown]:
-    """Return what a help text says of every flag, argument and command."""
+    """Return name -> default, choices and values of every flag, argument and command in a help text."""
     found = {}
     for name, (left, described) in rows_of(text).items():
         bracket = re.search(r" \[([^\]]*)\]$", described)
@@ -105,7 +104,7 @@ def flags_of(text: str) -> dict[str, Shown]:
 
 
 def differences(program: str, then: str, now: str) -> list[str]:
-    """Return a line for everything that ``then`` promises, ``now`` does not keep, and no table explains."""
+    """Return a line for everything that ``then`` has, ``now`` lacks, and no table explains."""
     old, new, found = flags_of(then), flags_of(now), []
     for name, was in old.items():
         if (program, name) in LOST_OR_RENAMED:
@@ -134,7 +133,7 @@ def differences(program: str, then: str, now: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    """The help of every program as printed now."""
+    """Return the current help text of every program."""
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(PROGRAMS, pool.map(lambda words: help_of(ROOT, words), PROGRAMS.values()), strict=True))
 
@@ -154,9 +153,9 @@ def test_no_flag_is_lost(program, helps):
 
 
 def test_help_is_understood():
-    """A parser that found nothing would make the other tests pass."""
+    """If the parser found nothing, the other tests would always pass."""
     train, sample = flags_of(recorded("train")), flags_of(recorded("sample"))
-    assert len(train) == 113 and len(sample) == 45  # of train.py 112 and an alias
+    assert len(train) == 113 and len(sample) == 45  # 112 flags of train.py and an alias
     assert train["--plugin"] == Shown("zero2", frozenset({"zero2", "gemini", "ddp", "fsdp"}), "")
     assert train["--lr"] == Shown("0.0001", frozenset(), "above 0")
     assert train["--max_text_tokens"] == Shown("bytes: 64", frozenset(), "1 to 16,384")
@@ -202,7 +201,7 @@ def test_more_flags_and_choices_are_no_loss():
 
 
 def test_every_task_of_the_readme_is_there():
-    """Each row by the task in its first cell, and with the flags of its second."""
+    """Each row is found by the task in its first cell, and must keep the flags in its second."""
     now = {row.split("|")[1].strip(): row for row in tasks_of((ROOT / "README.md").read_text())}
     lost = []
     for row in (NETS / "readme_tasks.md").read_text().splitlines():

@@ -1,7 +1,6 @@
-"""Every format on disk that released versions wrote still loads, and what comes of it is what it was then.
+"""Every format on disk that released versions wrote still loads and gives the recorded results.
 
-``tests/formats/make.py`` says how the fixtures were made. All is read through the programs and the public names.
-"""
+``tests/formats/make.py`` tells how the fixtures were made. They are read through the programs and the public names."""
 
 import json
 import math
@@ -18,9 +17,9 @@ from tests.formats import cases, reading
 from tests.recorded_runs import machine
 
 RECORDED = json.loads(cases.RECORDED.read_text())
-TOLERANCE = 1e-5 if machine() == RECORDED["machine"] else 1e-3  # as tests/test_recorded_runs.py
-# Runs that go on with another order of their samples than the commit that wrote them, and why. Their weights, moments
-# and counters load as before, and the loss is another.
+TOLERANCE = 1e-5 if machine() == RECORDED["machine"] else 1e-3  # as in tests/test_recorded_runs.py
+# Runs that continue with another order of samples than in the commit that wrote them, and why. Weights, moments and
+# counters load as before, but the loss differs.
 ANOTHER_ORDER = {
     "packs": "windows of packs end with a pass over the data, and did not",
     "sorted": "each epoch was a sort without its remainder, and is a keyed permutation",
@@ -30,7 +29,7 @@ SAYS_OF_CURVE = re.compile(r"note: resume: (.*the curve is another.*)")
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch, no_ranks):
-    """An empty folder to work in, which is deleted because fixtures unpack to tens of megabytes."""
+    """Work in an empty folder. It is deleted because fixtures unpack to tens of megabytes."""
     for name in ("OPENDIT_SIZE_CACHE", "OPENDIT_SHARD_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
@@ -41,7 +40,7 @@ def here(tmp_path, monkeypatch, no_ranks):
 
 
 def check_pattern(found: dict[str, np.ndarray], kind: str) -> None:
-    """Compare weights with the values that the fixture holds, bit for bit, and fixed tables with their formula."""
+    """Compare weights with the fixture's values bit for bit, and fixed tables with their formula."""
     assert found
     for name, values in found.items():
         assert values.dtype == np.float32
@@ -84,7 +83,7 @@ def test_a_run_goes_on(name, capsys):
     reading.unpack(name)
     run = reading.run_of()
     log, config = (run / "log.jsonl").read_text(), json.loads((run / "config.json").read_text())
-    if name != "lora":  # which holds additions alone; the latents below are of the merged weights
+    if name != "lora":  # its files hold only additions; the latents in the next test use merged weights
         for kind, file in sets_of(run / "checkpoints/latest").items():
             check_pattern(reading.exported(run / "checkpoints/latest" / file), f"{kind} of step 2")
     capsys.readouterr()
@@ -127,7 +126,7 @@ def test_the_best_and_an_earlier_checkpoint():
     assert [line["step"] for line in found] == [3, 4]
     again = (run / "log.jsonl").read_text().splitlines()
     first, second = json.loads(again[1]), json.loads(lines[1])
-    # Other weights than the run had, whose second line is therefore written anew.
+    # The weights differ from the original run's, so its second line is written again.
     assert again[0] == lines[0] and first["step"] == second["step"] == 2 and first["loss"] != second["loss"]
 
 
@@ -137,7 +136,7 @@ def test_the_best_and_an_earlier_checkpoint():
 @pytest.mark.parametrize("name", cases.DATA)
 def test_a_form_of_data_is_trained_on(name, capsys):
     reading.unpack(cases.IN.get(name, name))
-    if name.startswith("latents_files"):  # of before tars: a run names the command that converts them
+    if name.startswith("latents_files"):  # a format from before tars; train.py names the command that converts it
         with pytest.raises(SystemExit):
             reading.trained(cases.data_flags(name))
         assert "convert them: python preprocess.py shards --data_path latents --output" in capsys.readouterr().err
@@ -166,7 +165,7 @@ def test_an_exported_file_is_read(name):
 
 
 def test_a_job_of_sample_py_goes_on():
-    """The parts that are there hold one grey each, which no model draws."""
+    """Each of the parts that exist holds a single grey, which no model draws."""
     then = RECORDED["job"]
     reading.unpack("job")
     before = {path.name: path.stat().st_mtime_ns for path in Path("samples").glob("0*.png")}
@@ -184,7 +183,7 @@ def test_a_job_of_sample_py_goes_on():
 
 @pytest.mark.parametrize("reference", ["reference.npz", "statistics.npz"])
 def test_an_evaluation_s_files_are_read(reference, capsys):
-    """The features of the samples are those in the folder, which are others than the network makes."""
+    """The samples' features are read from the folder. They differ from the features that the network would compute."""
     reading.unpack("evaluation")
     lines = Path("evaluation/results.jsonl").read_text()
     found = reading.evaluated("samples.npz", reference)

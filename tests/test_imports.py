@@ -1,5 +1,5 @@
-"""Rooms import only rooms below them, no package needs another one to have been imported before it, none imports what
-most runs do not need, and no two classes have one name."""
+"""Packages import only packages below them, can be imported in any order, do not import heavy modules that most runs
+do not need, and no two classes have the same name."""
 
 import ast
 import os
@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# From top to bottom; common is below all.
+# From top to bottom. common is below all others.
 ROOMS = "cli evaluation training sampling checkpoint data encoders diffusion parallel kernels models config".split()
 ROOMS += ["common"]
 
-PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anything
+PROGRAMS = ("fused", "export")  # these, and every __main__.py, may import anything
 
 
 MODULES = "data diffusion encoders fused kernels.attention models export.conversion".split()
 MODULES += "training.model_plan training.build sampling.sample_output sampling.sampling_engine".split()
 MODULES += "evaluation.program parallel.optimizer".split()
-# Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
+# Each import runs in a fork of a process that has imported torch, because importing torch takes longer than the rest.
 PROBE = """
 import importlib, os, sys, traceback, torch
 before = set(sys.modules)
@@ -49,19 +49,18 @@ for module in sys.argv[1:]:
 
 
 def test_imported_first():
-    """In particular not torch's compiler, which takes 2 s (decorating a function by it is enough to import it, and so
-    are random numbers on the meta device and torch's optimizers), and not FSDP, which takes half of one. Training
-    imports pydantic, which takes 0.1 s, only when it reads a JSON file."""
+    """No import loads torch's compiler, which takes 2 s, or FSDP, which takes half a second. Decorators of the
+    compiler, random numbers on the meta device and torch's optimizers would load the compiler. Training imports
+    pydantic, which takes 0.1 s, only to read a JSON file."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", PROBE, *MODULES], capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines() == [f"{module} imported" for module in MODULES], done.stdout + done.stderr
 
 
 def imported(source: str, package: str) -> set[str]:
-    """Return the full names of what a module's source imports, wherever in it, type annotations included.
+    """Return the full names that a module's source imports anywhere, also for type annotations.
 
-    package: the one that the module lies in. Names in the tables of ``import_when_used`` count, too.
-    """
+    package: the package that contains the module. Names in the tables of ``import_when_used`` count, too."""
     names, waiting = set(), [ast.parse(source)]
     while waiting:
         node = waiting.pop()
@@ -92,14 +91,14 @@ def room_of(name: str) -> str | None:
 
 
 def climbs(name: str, source: str, package: str) -> set[str]:
-    """The rooms above its own that module ``name`` imports."""
+    """Return the packages above its own that module ``name`` imports."""
     floor = ROOMS.index(room_of(name))
     rooms = {room_of(imported_name) for imported_name in imported(source, package)} - {None}
     return {room for room in rooms if ROOMS.index(room) < floor}
 
 
 def modules():
-    """(full name, source, package) of every module of a room."""
+    """Yield (full name, source, package) for every module of these packages."""
     for path in sorted((ROOT / "opendit").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if len(parts) < 3 or parts[1] in PROGRAMS or parts[-1] == "__main__":
@@ -122,7 +121,7 @@ def test_rooms_import_only_rooms_below_them():
 def test_every_room_has_its_floor():
     found = {path.parent.name for path in (ROOT / "opendit").glob("*/__init__.py")}
     assert found - set(PROGRAMS) <= set(ROOMS) and len({name for name, *_ in modules()}) > 100
-    assert not list((ROOT / "opendit").glob("[!_]*.py"))  # only packages lie in opendit/
+    assert not list((ROOT / "opendit").glob("[!_]*.py"))  # opendit/ contains only packages
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Whatever is written into a folder that may come from a stranger: a link in its place is refused in one line that
-names it, and what it leads to stays as it is."""
+"""A symbolic link at the place of a file that is written is refused in one line that names it, and the link's target
+stays unchanged."""
 
 import contextlib
 import json
@@ -58,8 +58,8 @@ PID = os.getpid()
 
 @dataclass(frozen=True)
 class Case:
-    """A writer of files into a folder, tried with each of ``names`` as a link. ``there`` makes what must exist before;
-    the ``names`` in it are moved outside and replaced by links to them."""
+    """A writer of files into a folder. The test replaces each of ``names`` by a link. ``there`` makes files that must
+    exist before; those in ``names`` are moved outside and linked to."""
 
     write: Callable[[Path], object]
     names: tuple[str, ...]
@@ -67,7 +67,7 @@ class Case:
 
 
 def checkpoint(run: Path) -> None:
-    """Write a checkpoint step by step, like a save."""
+    """Write a checkpoint file by file, as a save does."""
     final = step_folder(run / "checkpoints", 4)
     make_folder(incomplete(final), root=run)
     write_tensors(incomplete(final) / "ema.safetensors", {"x": torch.zeros(1)}, {}, root=run)
@@ -86,7 +86,7 @@ def profile(run: Path) -> None:
 
 
 class Raises(WriteFailures):
-    """Failures that are not survived."""
+    """WriteFailures that raises errors at once."""
 
     def survive(self, what, step=None):
         return contextlib.nullcontext()
@@ -121,7 +121,7 @@ def looked(folder: Path) -> None:
 
 
 def preprocess_run(command: str, flags: str) -> None:
-    """Run a command of preprocess.py; raise what the program would print as its one line."""
+    """Run a command of preprocess.py, and raise the error that the program would print."""
     from opendit.config.preprocess import build_parser
 
     options, _ = build_parser("").read([command, *flags.split()])
@@ -209,7 +209,7 @@ CASES = {
 }
 
 
-# A name may hold the process's number, which workers that share the tests out must not see in an id.
+# A name may contain the process id, which differs between pytest workers, so test ids use numbers.
 NAMES = [(case, name) for case in CASES for name in CASES[case].names]
 
 
@@ -250,7 +250,7 @@ def test_without_a_link_it_is_written(write, tmp_path):
 
 
 def test_what_a_link_is_deleted_for_stays(tmp_path, outside):
-    """Left-overs in a folder of checkpoints are deleted, or moved out of the way, and never what they lead to."""
+    """Left-over links in a checkpoint folder are deleted or moved, but not their targets."""
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     for name in (".step_0000001.incomplete", ".step_0000002.deleted", ".step_0000003.replaced", "step_0000003"):
@@ -265,7 +265,7 @@ def test_what_a_link_is_deleted_for_stays(tmp_path, outside):
 
 
 def test_nothing_is_deleted_in_another_runs_checkpoints(tmp_path):
-    """``checkpoints`` is a link to them. (A run that goes on is refused before that.)"""
+    """``checkpoints`` is a link to that folder. A run that is resumed is refused before that."""
     run, other = tmp_path / "run", tmp_path / "other" / "checkpoints"
     run.mkdir()
     (run / "checkpoints").symlink_to(other)

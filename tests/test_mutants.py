@@ -1,4 +1,4 @@
-"""scripts/mutants.py: each kind of mutant on a line of source, what is left out, and a whole round on a small tree."""
+"""scripts/mutants.py: each kind of mutant on a line of source, what is left out, and a full round on a small tree."""
 
 import ast
 import json
@@ -8,7 +8,7 @@ import pytest
 
 from scripts import mutants
 
-# kind, source, all lines that its mutants of this kind have
+# kind, source, all mutated lines of this kind
 KINDS = [
     ("compare", "a = b < c", {"a = b <= c"}),
     ("compare", "a = (b) not in (c)", {"a = (b) in (c)"}),
@@ -73,7 +73,7 @@ def test_names_and_statements_of_sites():
 
 
 def test_the_list_is_of_whole_lines_that_parse():
-    """Each mutant of the list differs from its line in one place, and keeps the indentation."""
+    """Each listed mutant differs from its line and keeps the indentation."""
     listed = json.loads((Path(__file__).parent / "nets" / "mutants.json").read_text(encoding="utf-8"))["mutants"]
     assert len(listed) == 150 == len({(m["file"], m["line"], m["after"]) for m in listed})
     for m in listed:
@@ -84,7 +84,8 @@ def test_the_list_is_of_whole_lines_that_parse():
 
 @pytest.fixture
 def tree(tmp_path):
-    """A project of two modules, and three files of tests: one fails in part, one starts a process, one can't begin."""
+    """Return a project with two modules and three test files. One fails in part, one starts a process, and one can't
+    be imported."""
     for name, text in {
         "opendit/__init__.py": "",
         "opendit/a.py": "def more(x):\n    return x + 3\n\n\ndef unused(x):\n    return x - 5\n",
@@ -130,14 +131,15 @@ def test_cover(tree, tmp_path, monkeypatch):
 
 
 def test_run(tree, tmp_path):
-    """The test that fails without a mutant judges none; the other one finds those in the line that it reaches."""
+    """The test that fails without a mutant is ignored. The other test detects the mutants in the line that it
+    reaches."""
     listed, lines, results = tmp_path / "mutants.json", tmp_path / "coverage.jsonl", tmp_path / "results.json"
     record = {"test": "tests/test_a.py", "outcome": "failed", "seconds": 1, "failed": ["tests/test_a.py::test_wrong"]}
     lines.write_text(json.dumps(record | {"lines": {"opendit/a.py": "1-2,5"}}) + "\n")
     mutants.main(f"draw --tree {tree} --seed 1 --count 20 --output {listed}".split())
     drawn = json.loads(listed.read_text())
     drawn["mutants"].append(drawn["mutants"][0] | {"id": 5, "before": "gone"})
-    # This one changes nothing that a test sees.
+    # No test can see this change.
     drawn["mutants"].append(
         next(m for m in drawn["mutants"] if "x + " in m["before"]) | {"id": 6, "after": "return 3+x"}
     )

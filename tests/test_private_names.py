@@ -1,7 +1,7 @@
-"""Private names of torch and triton: each is listed here, is used in one file, and is there in the torch installed.
+"""Every private name of torch and triton in the package is listed here, is used in one file, and exists in the
+installed torch.
 
-(``torch._foreach_*`` are not counted: they are torch's only interface to operations on many tensors.)
-"""
+``torch._foreach_*`` are not counted, because torch has no other interface to operations on many tensors."""
 
 import ast
 import importlib
@@ -44,7 +44,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names(source: str) -> set[str]:
-    """The private names of LIBRARIES that a file imports or reaches through what it has imported."""
+    """Return the private names in LIBRARIES that a file imports or reaches through its imports."""
     tree, names, found = ast.parse(source), {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def test_private_names_are_there():
         parts = name.split(".")
         found, rest = importlib.import_module(parts[0]), parts[1:]
         for at, part in enumerate(rest, start=2):
-            if not hasattr(found, part):  # a module that nobody has imported yet
+            if not hasattr(found, part):  # a module that was not imported yet
                 importlib.import_module(".".join(parts[:at]))
             found = getattr(found, part)
 

@@ -1,4 +1,4 @@
-"""Short runs and samples are what they were when they were recorded (tests/recorded_runs.py)."""
+"""Short runs and samples give the recorded results (tests/recorded_runs.py)."""
 
 import json
 
@@ -8,8 +8,8 @@ import torch
 from tests.recorded_runs import RECORDED, machine, record_case, record_sampling, training_cases
 
 CONTENT = json.loads(RECORDED.read_text())
-# Other processors and versions add sums in another order, and the steps of Adam make more of it: on processors of one
-# instruction set up to 2e-5 was seen, in the first steps 1e-7.
+# Other processors and versions add in another order, and Adam's steps amplify the difference. Between processors with
+# the same instruction set we saw up to 2e-5, and 1e-7 in the first steps.
 FIRST, ALL = (1e-6, 1e-4) if machine() == CONTENT["machine"] else (1e-3, 1e-3)
 FEW = 5  # steps
 

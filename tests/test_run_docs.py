@@ -1,4 +1,4 @@
-"""scripts/run_docs.py: what it makes of a page's commands, and a few quick commands of the README."""
+"""scripts/run_docs.py: how it changes a page's commands, and a few quick commands from the README."""
 
 import re
 from pathlib import Path
@@ -124,7 +124,7 @@ QUICK = r"preprocess\.py (?:folder|look|shards|index)|opendit\.models|--recipe l
 
 
 def test_quick_commands_of_the_readme_run(monkeypatch, capsys):
-    monkeypatch.setattr(run_docs, "save_encoders", lambda hub, torch_home: None)  # they use none
+    monkeypatch.setattr(run_docs, "save_encoders", lambda hub, torch_home: None)  # these commands use none
     code = run_docs.main(["--pages", "README.md", "--only", QUICK])
     told = capsys.readouterr().out
     assert code == 0 and told.splitlines()[-1] == "7 ok, 1 dry run, 0 failed, 0 not run", told

@@ -1,4 +1,4 @@
-"""The shell scripts: what they start, with stand-ins for install.sh and python that write down their call."""
+"""The shell scripts start the right commands. install.sh and python are replaced by fakes that record their calls."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ case "$*" in *--run_folder_file*) echo ./outputs/007-run > "$4" ;; esac
 
 
 def calls(folder: Path, script: str, *argv: str, gpus: int = 0) -> list[list[str]]:
-    """Run a copy of the script; return every call of the stand-ins, as words."""
+    """Run a copy of the script and return every call of the fakes, as words."""
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     shutil.copy(ROOT / script, folder)
     (folder / "install.sh").write_text(TOOL)
@@ -48,7 +48,7 @@ def calls(folder: Path, script: str, *argv: str, gpus: int = 0) -> list[list[str
 @pytest.mark.parametrize("gpus", [0, 3])
 def test_arguments_go_to_the_program_on_all_gpus(script, gpus, tmp_path):
     setup, run = calls(tmp_path, script, *FLAGS, gpus=gpus)
-    assert setup == ["install.sh"]  # the user's flags are not its own
+    assert setup == ["install.sh"]  # the user's flags are not passed to install.sh
     assert run[:3] == ["python", "scripts/launch.py", str(gpus or 2)]
     assert run[3] == ("train.py" if "train" in script else "sample.py")
     assert run[-len(FLAGS) :] == FLAGS
@@ -66,7 +66,7 @@ def test_the_demo_runs_and_goes_on(script, recipe, resumed, tmp_path):
     assert [word for word in train if word in ("--load", "latest")] == resumed
     assert sample[:2] == ["python", "sample.py"] and sample[sample.index("--ckpt") + 1].startswith("./outputs/007-")
     assert evaluate[:4] == ["python", "-m", "opendit", "evaluate"] and "digits" in evaluate
-    # Two processes train on the 4 cores; the one that samples has all of them, and so has the one that evaluates.
+    # Two processes train on the 4 cores. Sampling and evaluation use one process with all cores.
     assert (tmp_path / "threads").read_text().split()[-3:] == ["2", "4", "4"]
 
 
@@ -89,7 +89,7 @@ while not stopped and not (folder / "stopped").exists():
 
 
 @pytest.mark.parametrize(("program", "signals", "code"), [
-    ("trains", [signal.SIGTERM], 75),  # saved: only rank 0 hears of it, and both end
+    ("trains", [signal.SIGTERM], 75),  # saved: only rank 0 gets the signal, and both end
     ("imports", [signal.SIGINT], 130),
     ("imports", [signal.SIGTERM], 75),
     ("fails", [], 2),
@@ -97,7 +97,7 @@ while not stopped and not (folder / "stopped").exists():
 def test_the_launcher_passes_a_signal_on_and_tells_how_it_ended(program, signals, code, tmp_path):
     (tmp_path / "program.py").write_text(TRAINS)
     argv = [sys.executable, ROOT / "scripts/launch.py", "2", tmp_path / "program.py", tmp_path, program]
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's job in the background ignores it
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore SIGINT
     launched = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     end = time.monotonic() + 60
     try:
@@ -108,7 +108,7 @@ def test_the_launcher_passes_a_signal_on_and_tells_how_it_ended(program, signals
             launched.send_signal(number)
         _, errors = launched.communicate(timeout=60)
     finally:
-        while launched.poll() is None:  # the second ends its processes, too
+        while launched.poll() is None:  # the second signal also ends its processes
             launched.terminate()
             time.sleep(0.2)
     assert launched.returncode == code and "Traceback" not in errors
@@ -123,7 +123,7 @@ def test_the_tests_set_up_what_they_need(tmp_path):
 
 
 def test_install_in_an_environment_without_this_clone(tmp_path):
-    """All packages are there but opendit: -S leaves out what an editable installation adds to the path."""
+    """All packages but opendit are installed: -S hides what an editable installation adds to the path."""
     shutil.copy(ROOT / "install.sh", tmp_path)
     (tmp_path / "opendit").mkdir()
     (tmp_path / "opendit/__init__.py").touch()
@@ -135,7 +135,7 @@ def test_install_in_an_environment_without_this_clone(tmp_path):
     environment["OPENDIT_LATEST"] = "1"  # without constraints.txt
     command = ["bash", str(tmp_path / "install.sh")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 7 and done.stderr == ""  # of pip, which is asked for what is missing
+    assert done.returncode == 7 and done.stderr == ""  # from pip, which is called for what is missing
     first, *others = done.stdout.splitlines()
     assert first == "setting up in the active environment active; missing: opendit of this folder"
     assert any("colossalai's pins" in line for line in others)

@@ -1,4 +1,4 @@
-"""The public package: light to import, complete, the same to type checkers, and a run from Python."""
+"""The public package: imports are light, all names exist and have types, and training works from Python."""
 
 import ast
 import importlib
@@ -73,8 +73,7 @@ UNTYPED = "opendit.parallel.colossal."
 
 
 def test_public_types_are_complete():
-    """Whoever imports the package finds every type of what it offers, and no public name anywhere in it whose type is
-    unknown, as far as a type checker sees."""
+    """Every type in the public interface is known to a type checker, and so is every public name in the package."""
     if importlib.util.find_spec("basedpyright") is None:
         pytest.skip("basedpyright is not installed: pip install basedpyright, or opendit[test]")
     words = [sys.executable, "-m", "basedpyright", "--verifytypes", "opendit", "--ignoreexternal", "--outputjson"]
@@ -82,12 +81,12 @@ def test_public_types_are_complete():
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
     symbols = [each for each in json.loads(done.stdout)["typeCompleteness"]["symbols"] if each["isExported"]]
     assert {f"opendit.{name}" for name in opendit.__all__} <= {each["name"] for each in symbols if each["isTypeKnown"]}
-    # (Of others, an attribute that only __init__ assigns may have a type that is inferred: "ambiguous", not unknown.)
+    # For other names, the type of an attribute that only __init__ assigns may be inferred ("ambiguous").
     unknown = {each["name"] for each in symbols if not each["isTypeKnown"] and not each["isTypeAmbiguous"]}
     assert not [name for name in sorted(unknown) if not name.startswith(UNTYPED)], "annotate them"
 
 
-# Fails if Colossal-AI is imported, from the command and from Python.
+# Make importing Colossal-AI fail, then use the command and the Python interface.
 WITHOUT = """
 import sys
 sys.modules["colossalai"] = None

@@ -1,4 +1,4 @@
-"""The console command: the flat scripts' code under one name."""
+"""The console command runs the top-level scripts."""
 
 import ast
 import subprocess
@@ -28,7 +28,7 @@ def test_the_wheel_has_them():
     setup = ast.parse((ROOT / "setup.py").read_text())
     values = {node.targets[0].id: node.value for node in setup.body if isinstance(node, ast.Assign)}
     assert ast.literal_eval(values["SCRIPTS"]) == tuple(f"{name}.py" for name in command.SCRIPTS)
-    included = (ROOT / "MANIFEST.in").read_text().split()  # of the sdist, which the wheel is built from
+    included = (ROOT / "MANIFEST.in").read_text().split()  # files of the sdist, from which the wheel is built
     assert {f"{name}.py" for name in command.SCRIPTS} <= set(included)
 
 
@@ -60,7 +60,7 @@ def test_mistakes_are_one_line(argv, capsys):
         code = stop.code
     said = capsys.readouterr().err
     assert code == 2 and said.startswith("error: ") and said.count("\n") == 1
-    assert name_of("train.py") == "train.py"  # again
+    assert name_of("train.py") == "train.py"  # the original name is restored
 
 
 def test_python_m_opendit_under_torchrun():
@@ -76,7 +76,7 @@ def test_programs_that_are_not_there(monkeypatch, tmp_path):
         command.program("sample")
     (tmp_path / "a" / "b" / "scripts").mkdir(parents=True)
     (tmp_path / "a" / "b" / "scripts" / "sample.py").write_text("def main(argv):\n    return len(argv)\n")
-    assert command.main(["sample", "a", "b"]) == 2  # as a wheel has it
+    assert command.main(["sample", "a", "b"]) == 2  # as in a wheel
     (tmp_path / "a" / "b" / "scripts" / "sample.py").write_text("raise OSError\n")
     monkeypatch.delitem(sys.modules, "opendit.cli.scripts.sample")
     with pytest.raises(OSError):

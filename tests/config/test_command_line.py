@@ -1,4 +1,4 @@
-"""A wrong command line gets one line of error, from one process, that names the fix."""
+"""A wrong command line prints one line, from one process, that names the fix."""
 
 import inspect
 import subprocess
@@ -37,7 +37,7 @@ def refused(argv: list[str], capsys) -> str:
         (["--fp8=true"], "--fp8: takes no value; write --fp8, or --no_fp8"),
         (["--fp8", "true"], "--fp8 true: takes no value; write --fp8, or --no_fp8"),
         (["--lr", "-1e-3"], "--lr -0.001: out of range; give a number above 0"),
-        (["--batch_size", "64", "--batch_size", "0"], "--batch_size 0"),  # the last one holds
+        (["--batch_size", "64", "--batch_size", "0"], "--batch_size 0"),  # the last value counts
         (["--image_size", "1000000"], "--image_size 1000000: out of range; give a whole number from 1 to 16,384"),
         (["--global_seed", str(2**70)], "give a whole number from 0 to 9,223,372,036,854,775,807"),
         (["--sample_steps", "5000"], "--sample_steps 5000: out of range; give a whole number from 1 to 1,000"),
@@ -62,7 +62,7 @@ def test_a_mistake_is_one_line_that_names_the_fix(argv, message, capsys):
         ),
         ("--save --no_save", "--save: --no_save comes later on the command line, and counts", 1e-4),
         ("--log-to wandb mlflow --log_to wandb", "--log_to wandb mlflow: --log_to wandb comes later", 1e-4),
-        ("--lr 3e-4 --lr 3e-4 --save", None, 3e-4),  # a script's and the user's, who agree
+        ("--lr 3e-4 --lr 3e-4 --save", None, 3e-4),  # a script and its user agree
     ],
 )
 def test_a_flag_that_is_given_twice_is_told(argv, note, lr, capsys):
@@ -108,7 +108,7 @@ def test_only_the_first_rank_prints(capsys, monkeypatch):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local)
         assert refused(["--lr", "nan"], capsys) == ""
-        # The first process of each machine prints what another machine may not see.
+        # The first process of each machine also prints errors that other machines may not have.
         assert bool(refused(["--load", "nowhere"], capsys)) == (local == "0")
     monkeypatch.setenv("RANK", "0")
     assert "--lr nan" in refused(["--lr", "nan"], capsys)

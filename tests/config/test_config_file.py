@@ -1,4 +1,4 @@
-"""--config: a YAML file of flags, over the recipe's and under the command line's; and the one that each run writes."""
+"""--config: a YAML file overrides the recipe and is overridden by the command line. Each run writes such a file."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Output never ends a program: odd encodings, closed streams, pipes that nobody reads, full disks."""
+"""Printing never ends a program, whatever the encoding, with closed streams, broken pipes and full disks."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ sys.exit(3)
 
 
 def run(tmp_path, before: str = "", after: str = "", **environment: str) -> subprocess.CompletedProcess:
-    """The program above in a shell, with ``before`` and ``after`` around it; its exit code is in a file."""
+    """Run the program above in a shell, with ``before`` and ``after`` around it. Its exit code is in a file."""
     script, end, code = tmp_path / "prints.py", tmp_path / "end", tmp_path / "code"
     script.write_text(PRINTS)
     command = f"{before} ({sys.executable} {script} {end}; echo $? > {code}) {after}"
@@ -36,7 +36,7 @@ def run(tmp_path, before: str = "", after: str = "", **environment: str) -> subp
     done = subprocess.run(["bash", "-c", command], capture_output=True, env=env, timeout=100)
     assert code.read_text().strip() == "3", done.stderr.decode(errors="replace")
     number, went_on = end.read_text().split(" ", 1)
-    assert int(number) > 2 and went_on == "went on"  # no file took a standard stream's place
+    assert int(number) > 2 and went_on == "went on"  # no file took a standard stream's number
     return done
 
 
@@ -82,7 +82,7 @@ def test_ctrl_c_during_imports_is_one_line():
 
 @pytest.mark.parametrize("program", ("train.py", "sample.py", "preprocess.py", "opendit/__main__.py"))
 def test_ctrl_c_during_a_program_s_first_imports_is_one_line(program):
-    """The interrupt comes with the first module after the one that answers it."""
+    """The interrupt comes with the first import after the module that handles it."""
     code = f"""
 import runpy, sys
 class Finder:

@@ -1,8 +1,7 @@
-"""One shape of every error that a user can meet: ``error: --flag value: what is wrong; what to do``.
+"""Every error that users can see has the form ``error: --flag value: what is wrong; what to do``.
 
-All texts of exceptions in the source are walked: those that name a flag have the shape as far as it can be seen there.
-And real commands, with the line that each prints.
-"""
+The tests check all exception texts in the source that name a flag, as far as they are visible there, and the lines
+that real commands print."""
 
 import ast
 import re
@@ -16,18 +15,19 @@ from opendit.config import console
 from tests.config.test_light import ROOT
 
 SOURCES = [*sorted((ROOT / "opendit").rglob("*.py")), *(ROOT / f"{name}.py" for name in command.SCRIPTS)]
-# A flag, perhaps with its value, a colon, what is wrong, a semicolon, what to do; braces stand for what is filled in.
+# A flag, perhaps with its value, a colon, what is wrong, a semicolon, what to do. Braces stand for filled-in values.
 NAMED = re.compile(r"(--\w*(\{\}\w*)*|\{flag\w*\})[^:;]*: \S.*; \S.*[^.]", re.DOTALL)
-# Texts that begin with something else but say which flag helps: what is wrong, a semicolon, what to do.
+# Texts that begin otherwise but name a flag: what is wrong, a semicolon, what to do.
 HELPED = re.compile(r"[^;]*\S; \S.*[^.]", re.DOTALL)
 FLAG = re.compile(r"--[a-z]")
-# A flag in front of another exception's text, or of one that a function makes: what they say can't be seen here.
+# A flag before the text of another exception or of a function, which is not visible here.
 PASSED_ON = re.compile(r"(--\w*(\{\})?|\{flag\w*\})( [\w{}]+)?(:( is)?)? \{\}")
 WAITING = {("opendit/models/dit.py", "--positions learned: {} patches, but positions for {}")}
 
 
 def template(node: ast.expr) -> str | None:
-    """A text with {} for what is filled in, {flag} for a variable that holds one; None if it can't be seen."""
+    """Return a text with {} for filled-in values and {flag} for a variable that holds a flag, or None if it is not
+    visible."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -47,7 +47,7 @@ def _part(part: ast.expr) -> str:
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
-    """(line, template) of every exception that is raised with a text, both branches of a conditional one."""
+    """Yield (line, template) for every exception raised with a text, and for both branches of a conditional text."""
     for node in ast.walk(ast.parse(source)):
         if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
             continue
@@ -83,7 +83,7 @@ def test_every_text_that_names_a_flag_has_the_shape():
         ("{flag} {}: doesn't exist; give {}", True),
         ("--{}: does nothing without --lora; add that, or leave it out", True),
         ("{} is a folder; give --output another place", True),
-        ("a shape of {}", True),  # no flag's
+        ("a shape of {}", True),  # it names no flag
         ("--lr {} must be above 0", False),
         ("--lr {}: must be above 0", False),
         ("--lr {} is wrong; give another", False),
@@ -96,7 +96,7 @@ def test_the_check_tells_good_from_bad(text, good):
     assert [text for _, text in texts(f"raise ValueError({text!r} if x else f'--a {{b}}')")] == [text, "--a {}"]
 
 
-# Command line -> the line, after "error: ".
+# Command line -> the printed line without "error: "
 LINES = {
     "train --lr nan": "--lr nan: out of range; give a number above 0 and at most 1e+38",
     "train --lr abc": "--lr abc: no number; give a number above 0 and at most 1e+38",
@@ -112,7 +112,7 @@ LINES = {
     "train --instance_prompt cat": (
         "--instance_prompt: no such flag; here it is --caption_prefix (opendit train --help all shows all)"
     ),
-    "train --qqq": "--qqq: no such flag; opendit train --help all shows all",  # nothing is like it
+    "train --qqq": "--qqq: no such flag; opendit train --help all shows all",  # no flag is similar
     "train --vae ema --image_size 100": (
         "--image_size 100: does not divide by 16 (--vae ema: 8, patch of DiT-XL/2: 2); use 96"
     ),

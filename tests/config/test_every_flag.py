@@ -1,8 +1,7 @@
-"""Every flag of every program with every kind of bad value: refused in one line that names it, or accepted for a
+"""Every flag of every program gets every kind of bad value, and refuses it in one line or accepts it for a listed
 reason.
 
-The programs run in this process up to where the work would begin, with everything that they check and load before it.
-"""
+The programs run in this process, with all their checks and loading, up to where the work would begin."""
 
 import io
 import json
@@ -37,7 +36,7 @@ VALUES = {
 ZEROS, NUMBERS = ("zero", "minus zero"), ("zero", "minus zero", "below zero", "huge", "1e400", "nan", "inf", "-inf")
 NAMES = (*NUMBERS, "words", "underscore", "other digits", "a folder")  # text that may name a file
 
-# What is accepted, and why that is right. All else is refused.
+# Accepted values, with the reason. All others are refused.
 TRAIN = {
     "label_drop": {ZEROS: "no label is dropped"},
     "caption_prefix": {("empty",): "no words before captions"},
@@ -121,7 +120,7 @@ EXPORT = {
     "opendit --vae": {("a folder",): "what is in it is looked at later"},
 }
 
-# What a flag needs beside it, to mean something.
+# Other flags that a flag needs to have an effect.
 TINY = "--model DiT-Ti/2 --image_size 8 --vae none --batch_size 4 --num_workers 0"
 PRETRAINED = "--pretrained weights.safetensors"
 CLIPS = f"{TINY.replace('DiT-Ti/2', 'vDiT-Ti/122')} --use_video --data_path clips.csv"
@@ -150,7 +149,7 @@ BESIDE_OF_PREPROCESS = {
     "latents --max_text_tokens": "--text_encoder t5", "latents --max_bad": "--data_path pictures",
 }  # fmt: skip
 VALUED = {cls: [item.name for item in flags_of(cls) if value_of(item)] for cls in (TrainConfig, SampleConfig)}
-# But for those that sample.py has, which are the same.
+# Flags that sample.py has, too, are left out.
 OF_EVALUATE = [item.name for item in flags_of(EvaluateConfig) if value_of(item) and item.name not in SAMPLE]
 OF_EVALUATE = [
     *(name for name in OF_EVALUATE if name not in VALUED[SampleConfig]),
@@ -162,7 +161,7 @@ OF_EVALUATE = [
 
 @pytest.fixture(scope="module")
 def needed(tmp_path_factory):
-    """A folder with what flags need beside them."""
+    """Return a folder with the files that the flags need."""
     folder = tmp_path_factory.mktemp("needed")
     (folder / "folder").mkdir()
     (folder / "clips.csv").write_text("path,text\nclip.mp4,a clip\n")
@@ -184,7 +183,7 @@ def needed(tmp_path_factory):
 
 @pytest.fixture
 def place(needed, tmp_path, monkeypatch, no_ranks):
-    """The programs start beside links to the needed files, and stop where their work would begin."""
+    """Start the programs in a folder with links to the needed files, and stop them where their work would begin."""
     shutil.copytree(needed, tmp_path, copy_function=os.link, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("opendit.training.build.build", lambda *_: nullcontext())
@@ -215,7 +214,7 @@ def refusal(main, words: list[str]) -> str | None:
 def each_value(
     main, argv: list[str], flag: str, accepted: dict[tuple[str, ...], str], named: str | None = None
 ) -> None:
-    """Tries ``flag`` with all values after ``argv``; a positional argument is the last word of ``argv`` itself."""
+    """Try ``flag`` with all values after ``argv``. The value of a positional argument is the last word."""
     reasons = {kind: why for kinds, why in accepted.items() for kind in kinds}
     for kind, value in VALUES.items():
         said = refusal(main, [*argv, flag, value] if flag.startswith("-") else [*argv, value])

@@ -1,4 +1,4 @@
-"""Flags: what the documentation promises is there, and mistakes are answered with the flag and the fix."""
+"""Documented flags exist with their defaults, and mistakes are answered with the flag and the fix."""
 
 import dataclasses
 
@@ -74,7 +74,7 @@ def test_unknown_flags_are_refused(capsys):
         (["--model", "DiT-XL/3"], "did you mean DiT-XL/"),
         (["--mixed_precision", "fp16"], "--mixed_precision fp16: needs a GPU"),
         (["--plugin", "gemini", "--mixed_precision", "fp32"], "use --mixed_precision bf16"),
-        (["--plugin", "gemini"], "--plugin gemini: works in bf16"),  # the CPU fallback is fp32
+        (["--plugin", "gemini"], "--plugin gemini: works in bf16"),  # the CPU falls back to fp32
         (["--plugin", "gemini", "--mixed_precision", "bf16", "--fp8"], "--fp8: does not work with --plugin gemini"),
         (["--plugin", "fsdp", "--data_parallel_replicate", "3"], "--data_parallel_replicate 3: does not divide the 4"),
         (["--plugin", "fsdp", "--reduce_dtype", "bf16"], "--reduce_dtype bf16: gradients are made in .* fp32"),
@@ -149,7 +149,7 @@ def test_nobody_changes_flags(kind):
     groups = headings_of(kind)
     names = [item.name for items in groups.values() for item in items]
     assert names == [item.name for item in flags_of(kind)] == list(to_dict(flags)) and len(set(names)) == len(names)
-    assert all(groups) and max(map(len, groups.values())) <= 15  # a heading says what is below it
+    assert all(groups) and max(map(len, groups.values())) <= 15  # a heading describes the flags below it
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""--help of every program: one screen of common flags, all of them by component, and examples that parse."""
+"""--help of every program: one screen of common flags, all flags by component, and examples that parse."""
 
 import shlex
 import shutil
@@ -194,7 +194,7 @@ def bash_script(tmp_path_factory):
     ],
 )
 def test_bash_completes(typed, offered, bash_script):
-    """In a bash of its own, with the variables that it sets when somebody presses Tab."""
+    """Run the completion in a new bash, with the variables that bash sets when a user presses Tab."""
     code = f"""
     source {bash_script}
     words=({typed}); [[ "{typed}" == *" " ]] && words+=("")
@@ -208,7 +208,7 @@ def test_bash_completes(typed, offered, bash_script):
 
 
 def test_completion_changes_no_parser(bash_script):
-    """The programs' parsers are cached, and a flag's words may have a number behind them."""
+    """The programs' parsers are cached. A flag's choices may be followed by a number."""
     assert bash_script.is_file() and parse(TrainConfig, ["--offload", "blocks:2"]).offload == "blocks:2"
 
 

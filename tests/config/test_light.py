@@ -1,4 +1,4 @@
-"""Help and mistakes are answered before anything heavy is imported, by tables that say what is really there."""
+"""Help and mistakes need no heavy imports, and the light tables that answer them match the heavy modules."""
 
 import importlib
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "numpy", "transformers", "diffusers", "colossalai", "PIL", "gradio", "pydantic"}
-# Runs a program as __main__ with each word alone, and says on the last line of stdout with which codes it ended and
-# which heavy packages were imported.
+# Run a program as __main__ with each word alone. The last line of stdout has the exit codes and the imported heavy
+# packages.
 PROBE = """
 import runpy, sys
 program, codes = sys.argv[1], []
@@ -32,7 +32,7 @@ PROGRAMS = ["train.py", "sample.py", "preprocess.py", *(f"-m {name}" for name in
 
 
 def run(program: str, *words: str) -> tuple[str, str]:
-    """(Exit codes and the heavy packages that were imported, stderr)."""
+    """Return the exit codes with the imported heavy packages, and stderr."""
     argv = [sys.executable, "-c", PROBE % sorted(HEAVY), program, *words]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     return done.stdout.splitlines()[-1], done.stderr

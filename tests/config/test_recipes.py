@@ -1,4 +1,4 @@
-"""Recipes, what the command line changes of them, --dry_run, and random latents in the place of data."""
+"""Recipes, command-line overrides, --dry_run, and random latents as data."""
 
 import json
 import math
@@ -27,7 +27,7 @@ NAMED = """
 GPUS = 64
 OF_A_FOLDER = {
     f"{mock}{name}" for name in ("wan_14b_finetune", "lora") for mock in ("", "mock_")
-}  # their model is what the folder holds
+}  # the folder determines their model
 
 
 def dry_run(argv: list[str], capsys) -> str:
@@ -68,7 +68,8 @@ def test_a_recipe_for_a_public_model_takes_the_folder_s(tmp_path, capsys):
 
 
 def test_the_paper_s_setting():
-    """Peebles & Xie 2023, sec. 4: AdamW, constant 1e-4, no decay, batch 256, flips, EMA 0.9999; 7 M steps of XL/2."""
+    """Peebles & Xie 2023, sec. 4: AdamW, constant 1e-4, no decay, batch 256, flips, EMA 0.9999, and 7 M steps of
+    XL/2."""
     flags = parse(TrainConfig, ["--recipe", "dit_xl_imagenet256"])
     assert (flags.model, flags.image_size, flags.global_batch_size) == ("DiT-XL/2", 256, 256)
     assert (flags.lr, flags.lr_schedule, flags.warmup_steps, flags.weight_decay) == (1e-4, "constant", 0, 0)
@@ -91,7 +92,7 @@ def test_the_command_line_overrides_wherever_it_stands():
     for argv in (["--recipe", "digits", "--lr", "1"], ["--lr=1", "--factory", "digits", "--yes"]):
         flags = parse(TrainConfig, [*argv, "--outputs", "/else/where", "--batch-size", "64"])
         assert flags.lr == 1 and flags.max_steps == 2600 and flags.recipe == "digits"
-        assert overridden(flags) == {"lr": (3e-3, 1.0)}  # neither where it is written, nor what is as in the recipe
+        assert overridden(flags) == {"lr": (3e-3, 1.0)}  # no output folders, and no values that equal the recipe's
     assert parse(TrainConfig, ["--recipe", "pretrain_xl", "--no_cross_attention"]).cross_attention is False
 
 
@@ -126,7 +127,7 @@ def test_the_list(capsys):
     [
         (8, 256, 32, False, (32, 1, 256)),
         (1, 256, 32, True, (32, 8, 256)),
-        (3, 64, 64, False, (21, 1, 63)),  # a recipe's gives way
+        (3, 64, 64, False, (21, 1, 63)),  # a recipe's batch size is adjusted
         (4, 24, 4, True, (3, 2, 24)),  # the largest divisor of a rank's share
         (8, 4, 64, False, (1, 1, 8)),
         (3, 64, 64, True, "use 63"),
@@ -218,7 +219,8 @@ def test_a_dry_run_with_lora_counts_the_states_of_what_is_trained(capsys):
     needs = [
         float(re.search("states ([\\d.]+)", dry_run([*argv, *more], capsys))[1]) for more in ([], ["--lora", "16"])
     ]
-    # bf16 weights; fp32 masters, two moments and an average: of 28 blocks' qkv, proj, fc1 and fc2 of 1152 channels
+    # bf16 weights, and fp32 masters, two moments and an average for qkv, proj, fc1 and fc2 of 28 blocks with 1152
+    # channels
     added = 28 * 16 * 1152 * ((3 + 1) + (1 + 1) + 2 * (1 + 4))
     assert needs[1] == pytest.approx((2 * (674.8e6 + added) + 16 * added) / GIB, abs=0.01) and needs[0] > 11
 
@@ -239,7 +241,7 @@ def test_random_latents_are_the_model_s_size_and_depend_on_the_row_alone(text, f
     assert data.sample_shape == shape and (data.describe().conditioning == "text") == (text is not None)
     item, same, other = data[SampleKey(11, 0, 0)], again[SampleKey(11, 5, 3)], data[SampleKey(12, 0, 0)]
     assert item.x.shape == shape and torch.equal(item.x, same.x) and not torch.equal(item.x, other.x)
-    assert item.x[4:].abs().max() == 0  # no deviation: the latent is the mean
+    assert item.x[4:].abs().max() == 0  # the deviation is zero, so the latent is the mean
     many = torch.stack([data.read(row).x[:4] for row in range(200)])
     assert abs(many.mean()) < 4 / math.sqrt(many.numel()) and abs(many.std() - 1) < 0.02
     if text == "t5":
@@ -274,6 +276,6 @@ def test_a_recipe_for_captions_on_classes_says_what_it_drops(capsys):
     shown = dry_run(argv, capsys)
     for name in ("text_encoder", "cross_attention"):
         assert f"{name} of --recipe pretrain_l is not used: --data_path digits has classes" in shown
-    with pytest.raises(SystemExit):  # asked for on the command line it is a mistake
+    with pytest.raises(SystemExit):  # on the command line it is a mistake
         train.main(["--dry_run", *argv, "--text_encoder", "bytes"])
     assert "--text_encoder: needs captions, and --data_path digits has none" in capsys.readouterr().err

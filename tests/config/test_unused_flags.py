@@ -59,7 +59,7 @@ def test_of_train(unused, used, tmp_path, monkeypatch, capsys):
 
 
 def test_a_recipe_s_are_noted(tmp_path):
-    """A class model in the place of a recipe's clips: what the recipe says of clips is told, not refused."""
+    """A class model replaces a recipe's clip model. The recipe's flags for clips are then noted and not refused."""
     argv = "--recipe st_dit_xl --no_use_video --model DiT-XL/2 --objective ddpm --no_cross_attention --data_path digits"
     flags = parse(TrainConfig, [*argv.split(), "--outputs", str(tmp_path)])
     assert "objective" in overridden(flags)

@@ -463,7 +463,7 @@ def test_a_model_of_the_hub(folders, tmp_path, monkeypatch, capsys):
     encoders = ["--vae", f"{snapshot}/vae", "--text_encoder", str(snapshot)]
     train.main([*flags, "--max_steps", "2", "--load", str(found), *encoders])
     assert len(asked) == 1 and origin() == expected and len(losses(found)) == 2
-    # --lora and others need the commit when the flag is repeated.
+    # A run or checkpoint gives the commit if the same model is named again, as with --lora.
     assert commit_of_run(found, "some/Flux.1") == commit_of_run(found / "checkpoints/latest", "some/Flux.1") == commit
     assert commit_of_run(found, "some/Other") is None and commit_of_run(tmp_path, "some/Flux.1") is None
     with pytest.raises(SystemExit):

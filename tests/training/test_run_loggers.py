@@ -1,4 +1,4 @@
-"""--log_to, with stand-ins for the libraries that keep what they are given."""
+"""--log_to, with fake wandb and mlflow libraries that record what they get."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ FLAGS = [*TINY, *"--batch_size 4 --max_steps 2 --sample_steps 2 --sample_every 2
 
 
 class Wandb:
-    """Stand-in for the part of wandb that is called. Settings and Image keep their arguments."""
+    """A fake of the part of wandb that is called. Settings and Image keep their arguments."""
 
     def __init__(self, fails=False):
         self.started, self.lines, self.finished, self.fails = [], [], 0, fails
@@ -39,7 +39,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Stand-in for the part of mlflow's client that is called."""
+    """A fake of the part of mlflow's client that is called."""
 
     def __init__(self):
         self.uris, self.experiments, self.runs, self.metrics, self.images = [], {}, {}, [], []
@@ -81,7 +81,7 @@ class Mlflow:
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """(wandb, mlflow) as the program imports them, and an environment that asks for nothing."""
+    """Replace wandb and mlflow with fakes, return (wandb, mlflow client), and remove their environment variables."""
     wandb, mlflow, client = Wandb(), ModuleType("mlflow"), Mlflow()
     wandb.__spec__, mlflow.__spec__ = ModuleSpec("wandb", None), ModuleSpec("mlflow", None)
     entities = ModuleType("mlflow.entities")
@@ -111,7 +111,7 @@ def test_both_get_what_the_log_and_tensorboard_get_and_go_on_after_a_resume(libr
     pictures = [(key, step, size) for key, step, size in mlflow.images]
     assert [picture[:2] for picture in pictures] == [(k, s) for s in (2, 4) for k in ("held-out loss", "samples")]
     assert [each for each in wandb.lines if "samples" in each][0]["samples"] == pictures[1][2]
-    # Nothing is sent, and the second start is the same run.
+    # By default nothing is sent, and a resumed run is the same run.
     assert [start["mode"] for start in wandb.started] == ["offline"] * 2
     assert [start["id"] for start in wandb.started] == [None, "made"] and wandb.finished == 2
     assert wandb.started[0]["config"]["batch_size"] == 4 and wandb.started[0]["dir"] == str(run)

@@ -1,5 +1,5 @@
-"""Runners: the step they make, and the bookkeeping of CUDA graphs with a recorder that needs no GPU. (tests/gpu/ has
-the real one.)"""
+"""Runners: the step that they make, and the bookkeeping of CUDA graphs with a fake recorder on a CPU. tests/gpu/ has
+tests with real graphs."""
 
 import contextlib
 import weakref
@@ -37,7 +37,7 @@ CAPTIONS = DiTConfig((4, 4), 2, 2, 24, 1, 3, text=TextConfig("t5", 8, 5, cross_a
 
 
 class Recorder:
-    """Stands in for CUDA graphs: tensors are made while recording, and every replay writes into the same ones."""
+    """A fake of CUDA graphs. Tensors are made while recording, and every replay writes into the same ones."""
 
     def __init__(self, engine):
         self.engine, self.recorded, self.replayed, self.beside = engine, 0, 0, 0
@@ -91,8 +91,8 @@ def micro_batch(config, number: int, mesh, size: int = 2) -> MicroBatch:
 
 
 def train(mesh, config, sizes: list[list[int]], recorder=None, graph: bool = False, **how):
-    """Masters after a step for each list of sizes of micro-batches, all losses, and the recorder. All lists are as
-    long."""
+    """Return the masters after one step for each list of micro-batch sizes, all losses, and the recorder. All lists
+    must have the same length."""
     engine, objective, losses = engine_of(mesh, config, **how), DDPMObjective(), []
     runner = build_runner(EagerPasses(engine, objective, len(sizes[0])), graph=graph)
     assert runner.note.startswith("forward and backward" if graph and mesh.device.type == "cuda" else "off")
@@ -109,11 +109,12 @@ def train(mesh, config, sizes: list[list[int]], recorder=None, graph: bool = Fal
 
 
 def both(mesh, config, sizes):
-    """A run kernel by kernel and one with recordings: whether they agree to the bit, and what the recorder saw."""
+    """Compare an eager run with a recorded one. Return whether they agree bit for bit, and the recordings and
+    replays."""
     plain, recorded = train(mesh, config, sizes), train(mesh, config, sizes, Recorder)
     same = torch.equal(plain[1], recorded[1]) and all(torch.equal(recorded[0][n], m) for n, m in plain[0].items())
     recorder = recorded[2]
-    assert recorder.beside == sum(map(len, sizes)) - recorder.replayed  # what is not replayed runs beside
+    assert recorder.beside == sum(map(len, sizes)) - recorder.replayed  # what is not replayed runs on the side stream
     return same, recorder.recorded, recorder.replayed
 
 
@@ -131,17 +132,18 @@ def test_a_step_is_recorded_again_where_a_route_ends():
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_accumulation_and_other_shapes(world):
-    """Three micro-batches a step; now and then one of another size, as a first and as a later one of a step."""
+    """Three micro-batches a step. Some have another size, both as the first in a step and later."""
     sizes = [[2, 2, 2]] * 5 + [[3, 2, 2], [2, 3, 2], [2, 2, 2]]
     for same, recorded, replayed in run_ranks(world, both, LABELS, sizes):
         assert same and recorded == 2
-        # First micro-batches: steps 4, 5, 7, 8. Others: recorded in the fourth step; none after an eager first one.
+        # First micro-batches are replayed in steps 4, 5, 7 and 8. Others are recorded in step 4, and none is replayed
+        # after an eager first one.
         assert replayed == 4 + (2 + 2 + 1 + 2)
 
 
 def closed(mesh):
     class Watched(Recorder):
-        """Knows whether a recording is still held by anyone."""
+        """Keeps a weak reference to the recording, to see if anything still holds it."""
 
         def record(self, work):
             result, replay = super().record(work)
@@ -159,7 +161,7 @@ def closed(mesh):
 
 
 def test_a_closed_runner_holds_no_recording():
-    """NCCL waits for ever to end a communicator that a recorded graph still uses."""
+    """NCCL waits forever to destroy a communicator that a recorded graph still uses."""
     assert run_ranks(1, closed) == [(True, True, True)]
 
 
@@ -198,7 +200,7 @@ def test_the_note_says_why_there_is_no_graph(plugin):
 
 
 class Plain(torch.nn.Module):
-    """A network whose gradients are known: returns w x_t."""
+    """A network with known gradients. It returns w x_t."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +211,7 @@ class Plain(torch.nn.Module):
 
 
 def plain_step(mesh, plugin: str):
-    """Return the events of a step of three micro-batches, and the errors for wrong numbers of them."""
+    """Return a step's events, whether steps with wrong numbers of micro-batches were made, the loss and the norm."""
     engine = build_engine(Plain(), mesh, plugin=plugin, precision="fp32", lr=1e-2, grad_clip=0.0, grad_accumulation=3)
     objective, order = FlowObjective(), []
 
@@ -245,7 +247,7 @@ def plain_step(mesh, plugin: str):
 
 
 def by_hand(ranks: int) -> tuple[list[float], float]:
-    """Each rank's loss in float64, and the gradient's norm: d/dw of the mean of (w x_t - (noise - x_0))^2."""
+    """Return each rank's loss in float64 and the gradient norm. The loss is the mean of (w x_t - (noise - x_0))^2."""
     losses, gradient = [], 0.0
     for rank in range(ranks):
         index, loss = torch.arange(4) + 10 * rank, 0.0
@@ -271,7 +273,7 @@ def test_a_step_is_the_mean_of_its_micro_batches():
     expected += ["step"]
     for rank, plugins in enumerate(run_ranks(2, plain_steps)):
         for order, stepped, loss, norm in plugins:
-            assert order == expected  # one micro-batch is loaded when the one before is done
+            assert order == expected  # each micro-batch is loaded after the previous one is done
             assert not any(stepped)
             assert loss == pytest.approx(losses[rank], rel=1e-5) and norm == pytest.approx(gradient, rel=1e-4)
 
@@ -297,8 +299,8 @@ def test_the_runner_calls_the_model_between_the_objective_s_halves():
 
 
 def of_captions(mesh, lengths: list[list[int]]):
-    """Losses of Z-Image's micro-batches with captions of these lengths, kernel by kernel and recorded, and the
-    recorder."""
+    """Return Z-Image's losses for captions of these lengths, first eager and then recorded, and the numbers of
+    recordings and replays."""
     losses, recorder = [], None
     for recorded in (False, True):
         model, objective = network("z_image").requires_grad_(True).train(), FlowObjective(3.0)
@@ -320,7 +322,7 @@ FULL, PADDED = [64, 64], [64, 20]
 
 @pytest.mark.parametrize("first,replayed", [(FULL, 2), (PADDED, 4)], ids=["full", "padded"])
 def test_a_recording_without_a_mask_is_for_full_captions(first, replayed):
-    """Z-Image masks padded captions alone. What was recorded with a mask also serves full ones."""
+    """Z-Image masks only padded captions. A graph recorded with a mask also works for full ones."""
     lengths = [first] * GRAPH_WARMUP + [first, PADDED, FULL, [40, 64]]
     ((losses, recorded, count),) = run_ranks(1, of_captions, lengths)
     eager, others = losses[: len(lengths)], losses[len(lengths) :]

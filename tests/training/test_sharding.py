@@ -1,4 +1,4 @@
-"""The choices of --reshard auto and of accumulation, by the memory of the card."""
+"""--reshard auto and gradient accumulation choose what to keep by the GPU's memory."""
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ def test_what_fits_is_kept_weights_first(world):
     wide, narrow = ([chosen(c, reduce_dtype=t, world=world) for c in capacities] for t in ("fp32", "bf16"))
     for found in (wide, narrow):
         assert found[0] == (False, False) and found[-1] == (True, True) and found == sorted(found)
-    # Whole fp32 gradients take the place of the shards and of what is reduced.
+    # Full fp32 gradients replace the shards and the buffers of reduced gradients.
     saved = 4 * CONFIG.parameters() * (1 - 1 / world) / GIB
     first = wide.index((True, False))
     assert (wide.index((True, True)) - first) * 0.1 * 0.94 == pytest.approx(saved, abs=0.3)
-    apart = wide.index((True, True)) - narrow.index((True, True))  # those in bf16 take half as much
+    apart = wide.index((True, True)) - narrow.index((True, True))  # bf16 gradients need half as much
     assert apart * 0.1 * 0.94 == pytest.approx(2 * CONFIG.parameters() / GIB, abs=0.2)
     assert chosen(None) == (True, True)
 

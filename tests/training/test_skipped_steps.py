@@ -1,4 +1,4 @@
-"""Skipped steps: said once, a fault or fp16's search for its scale, and too many of them."""
+"""Skipped steps are explained once, fp16's search for its loss scale is no fault, and too many end the run."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from tests.messages import logged
 
 
 class Looks:
-    """A Diagnosis that notes how it is asked."""
+    """A fake Diagnosis that records its calls."""
 
     def __init__(self, harmless: bool = True):
         self.harmless, self.asked = harmless, []

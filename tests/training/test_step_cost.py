@@ -1,4 +1,4 @@
-"""The predicted time of a step, and what it communicates, against closed forms."""
+"""The predicted time of a step, and the bytes that it communicates, match closed forms."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from opendit.training.memory import Setup
 from opendit.training.step_cost import Span, Traffic, beside, gather, received_by_attention, span, step_cost
 
 CONFIG = model_config("vDiT-XL/122", input_size=(32, 32), in_channels=4, num_classes=10, frames=8)  # 2,048 tokens
-WEIGHTS, UNIT = CONFIG.parameters(), 2 * 2048 * 1152  # bytes of N x D numbers of one sample in bf16
+WEIGHTS, UNIT = CONFIG.parameters(), 2 * 2048 * 1152  # bytes of one sample's N x D numbers in bf16
 
 
 def cost(batch: int = 2, micro_batches: int = 1, node: int = 8, hardware=H200, config=CONFIG, graph=True, **setup):
@@ -23,7 +23,7 @@ def cost(batch: int = 2, micro_batches: int = 1, node: int = 8, hardware=H200, c
 @pytest.mark.parametrize("node", [1, 2, 4, 8])
 @pytest.mark.parametrize("sizes", [dict(tp=2, sp=2, dp_shard=2), dict(dp_replicate=2, dp_shard=4), dict(tp=8)])
 def test_spans_are_those_of_the_mesh(node, sizes):
-    """Count the ranks of a group on one machine in the mesh's own groups."""
+    """Count the ranks on one machine in the mesh's own groups."""
     dims = ParallelDims(**sizes)
     strides = {"tp": 1, "sp": dims.tp, "fsdp": dims.tp, "loss": dims.tp, "dp_replicate": dims.tp * dims.size("fsdp")}
     for name, stride in strides.items():
@@ -37,7 +37,8 @@ def test_a_gather_takes_what_its_slowest_link_takes():
     free = replace(H200, latency=0, node_latency=0, gather=((2, 100.0), (4, 200.0)), node_link=30.0)
     alone, hidden = gather(1200, Span(4, 4), free)
     assert (alone.bytes, alone.seconds, hidden) == (900, 900 / 200, H200.overlap)
-    # 2 machines of 2: the other machine's 600 bytes over the links of both ranks, 10 s; inside 900 bytes, 9 s.
+    # With 2 machines of 2 ranks, the other machine's 600 bytes take 10 s over both ranks' links. Within a machine, 900
+    # bytes take 9 s.
     apart, hidden = gather(1200, Span(4, 2), free)
     assert (apart.bytes, apart.seconds, hidden) == (900, 600 / (2 * 30), H200.node_overlap)
     assert gather(1200, Span(1, 1), free)[0] == Traffic()
@@ -84,7 +85,7 @@ def test_lora_does_not_repeat_the_last_product_of_a_block():
     def repeated(**how) -> float:
         return cost(recompute="but_attention", **how).work["recomputed"]
 
-    flops = 2 * 2 * CONFIG.tokens * CONFIG.hidden_size * CONFIG.mlp_hidden  # of two samples
+    flops = 2 * 2 * CONFIG.tokens * CONFIG.hidden_size * CONFIG.mlp_hidden  # for two samples
     assert repeated() - repeated(lora=Lora(16, 16.0, "")) == pytest.approx(
         CONFIG.depth * flops / H200.matmul / H200.sustained
     )
@@ -110,10 +111,10 @@ def test_each_pass_waits_for_the_blocks_that_it_can_not_hide():
 
 
 def test_bytes_of_every_plugin():
-    """Bytes of weights and gradients that one of 4 ranks receives: 3/4 of what is gathered or reduced."""
+    """One of 4 ranks receives 3/4 of the weights and gradients that are gathered or reduced."""
     share = 3 / 4 * WEIGHTS
     zero = cost(micro_batches=3, world=4).traffic
-    assert zero["gradients"].bytes == pytest.approx(3 * 2 * share)  # each micro-batch's, in bf16
+    assert zero["gradients"].bytes == pytest.approx(3 * 2 * share)  # of each micro-batch, in bf16
     assert zero["weights"].bytes == pytest.approx(2 * share) and zero["weights"].exposed == zero["weights"].seconds
     assert cost(micro_batches=3, world=4, plugin="ddp").traffic["gradients"].bytes == pytest.approx(2 * 4 * share)
     blocks = 3 / 4 * CONFIG.depth * CONFIG.whole_block_parameters()
@@ -162,7 +163,7 @@ def test_sequences_across_machines_go_over_the_links_between_them():
 
 
 def test_bytes_of_divided_layers():
-    """10 (P - 1) / P x N D numbers a block and sample (docs/parallelism.md)."""
+    """10 (P - 1) / P x N D numbers per block and sample (docs/parallelism.md)."""
     for ranks in (2, 4):
         found = cost(3, world=ranks, tensor_parallel=ranks).traffic["layers"]
         assert found.bytes == pytest.approx(CONFIG.depth * 10 * (ranks - 1) / ranks * 3 * UNIT)
@@ -174,20 +175,22 @@ def test_bytes_of_divided_layers():
 
 
 def test_bytes_of_experts():
-    """Tokens go to the experts that chose them and back, in both passes; experts that ranks divide are not gathered."""
+    """Tokens go to the experts that chose them and back, in both passes. Experts that are divided among ranks are not
+    gathered."""
     config = model_config("EC-DiT-1B/2", input_size=(32, 32), in_channels=4, num_classes=10)  # 256 tokens, C = 2
     how = dict(config=config, batch=3, world=8, plugin="fsdp", reshard="after_forward", keep_gradients=True)
     one, four, eight = (cost(expert_parallel=ranks, **how).traffic for ranks in (1, 4, 8))
     tokens = 4 * 2 * 3 * 2 * 256 * 1152 * 3 / 4
     assert four["tokens to experts"].bytes == pytest.approx(config.depth * tokens) and "experts" not in one | eight
-    stacks = 64 * 2 * 1152 * 144  # of a block
+    stacks = 64 * 2 * 1152 * 144  # of one block
     assert one["weights"].bytes - four["weights"].bytes == pytest.approx(config.depth * 2 * 2 * stacks * 7 / 8)
     assert four["experts"].bytes == pytest.approx(config.depth * (2 + 4) * stacks / 4 / 2)
     assert "tokens to experts" not in cost(config=config, world=2, tensor_parallel=2).traffic
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
-    """(P - 1) / M of the slowest stage's work with 1F1B (Narayanan et al. 2021), half of it with 2 stages a rank."""
+    """With 1F1B the wait is (P - 1) / M of the slowest stage's work (Narayanan et al. 2021), and half with 2 stages a
+    rank."""
     how = dict(batch=2, world=2, pipeline_parallel=2)
     plain, interleaved = (cost(micro_batches=8, schedule=name, **how) for name in ("1f1b", "interleaved"))
     computing = plain.total - plain.work["bubble"] - plain.work["update"] - plain.traffic["stages"].exposed

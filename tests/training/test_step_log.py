@@ -1,4 +1,4 @@
-"""The loader's figures in a run's log."""
+"""The MB/s in a run's log match the sizes of the files that it reads."""
 
 import json
 
@@ -14,7 +14,7 @@ COMMON = "--model DiT-Ti/4 --image_size 16 --vae none --batch_size 4 --max_steps
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bytes_a_second_times_seconds_are_the_sizes_of_the_files(tmp_path, no_ranks, workers):
     (tmp_path / "pictures").mkdir()
-    for i in range(12):  # an epoch of the run
+    for i in range(12):  # one epoch
         (tmp_path / "pictures" / f"{i}.png").write_bytes(picture(i, size=(16 + i, 20)))
     assert bytes_in_log(tmp_path, "pictures", workers) == sum(
         path.stat().st_size for path in (tmp_path / "pictures").iterdir()

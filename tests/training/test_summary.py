@@ -1,4 +1,4 @@
-"""The last lines of a run: what is there, and a command that works."""
+"""The summary at the end of a run names only what exists, and the command that it suggests works."""
 
 from types import SimpleNamespace
 
@@ -93,7 +93,9 @@ def test_of_packs_how_often_samples_were_seen(tmp_path, capsys):
     folder = tmp_path / "000-DiT-Ti-2"
     folder.mkdir()
     assert "seen" not in say(spec(folder), capsys)
-    schedule = PackSchedule([4] * 6, 8, 2, 0)  # steps of four samples: the 5th ends with the 20th, of 6 in turn
+    schedule = PackSchedule(
+        [4] * 6, 8, 2, 0
+    )  # steps of four samples; step 5 ends with sample 20, and there are 6 samples in all
     times = [sum((schedule.rows(step) for step in range(5)), []).count(row) for row in range(6)]
     said = say(spec(folder, schedule=schedule), capsys)
     parts = [f"{times.count(n)} seen {n} x" for n in sorted(set(times), reverse=True)]

@@ -1,4 +1,4 @@
-"""One rule for fixed tables of positions: they are computed, whatever a file holds, in every path alike."""
+"""Fixed position tables are always computed. Tables in a file are ignored."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def losses(checkpoints: Path) -> list[float]:
 
 
 def spoil(source: Path, target: Path, names: list[str], how) -> Path:
-    """A copy of a weights file whose tables are others."""
+    """Write a copy of a weights file with other tables."""
     with safe_open(source, "pt") as file:
         metadata = file.metadata()
     state = load_file(source)
@@ -83,7 +83,7 @@ def test_a_resume_has_the_tables_that_the_run_began_with(kind, how, bases, tmp_p
     parts = run_to(4, tmp_path / "parts", *MODELS[kind], "--load", "latest")
     assert losses(parts) == losses(whole) and len(losses(whole)) == 4
     assert_same_bits(whole / "latest", parts / "latest")
-    # A file with the computed tables begins the same run.
+    # A file with the computed tables starts the same run.
     capsys.readouterr()
     assert losses(run_to(1, tmp_path / "plain", *MODELS[kind], "--pretrained", str(bases[kind]))) == losses(whole)[:1]
     assert "is not the computed one" not in capsys.readouterr().out
@@ -135,7 +135,7 @@ def with_other_tables(model) -> dict[str, Tensor]:
 @pytest.mark.parametrize("assign", (False, True))
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_packs_of_any_shapes_are_the_plain_path(kind, assign):
-    """After a strict load of a state dict with other tables, which stays as it is."""
+    """The model is loaded from a state dict with other tables, which must not change."""
     config, one_shape, several = CONFIGS[kind]
     torch.manual_seed(0)
     model = with_vectors(randomised(build_model(config)))

@@ -1,5 +1,5 @@
-"""--route through train.py: the same curve on any number of ranks, without a share the run that it always was, and
-what it can't be combined with."""
+"""train.py --route: losses are the same on any number of ranks, a share of 0 means no route, and bad flags are
+refused."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_two_ranks_draw_what_one_draws_and_a_share_of_0_changes_no_bit(tmp_path,
     shared = [line["loss"] for line in log_of(tmp_path / "shared" / "000-DiT-Ti-2")]
     torch.testing.assert_close(one, shared, rtol=1e-5, atol=0)
     plain = losses(tmp_path / "plain", ["--batch_size", "16"])
-    assert parse(TrainConfig, ["--route", "1:3:0"]).token_route is None  # so it is that run, to the bit
+    assert parse(TrainConfig, ["--route", "1:3:0"]).token_route is None  # so the runs are identical
     assert abs(one[-1] - plain[-1]) > 1e-4 * plain[-1], (one, plain)
 
 
@@ -61,7 +61,7 @@ def test_sprint_gives_the_same_curve_on_1_2_and_4_ranks_and_resumes_at_its_dense
     run_ranks(2, start, [*flags, *shared])
     flags += ["--batch_size", "16", "--load", "latest", "--outputs"]
     train.main([*flags, str(tmp_path / "1")])
-    for steps in ("1", "3", "4"):  # in the route, and after its end
+    for steps in ("1", "3", "4"):  # during the route, and after its end
         train.main([*flags, str(tmp_path / "parts"), "--max_steps", steps])
     for other in ("2", "4", "shared"):
         torch.testing.assert_close(of(other), of("1"), rtol=1e-5, atol=0)

@@ -1,4 +1,5 @@
-"""train.py as its user runs it: against a plain loop, resumed, under other plugins and worlds, with bad input."""
+"""train.py as users run it: losses match a plain loop, runs resume under other plugins and rank counts, and bad input
+is refused."""
 
 import json
 import os
@@ -34,7 +35,7 @@ def log_of(run: Path) -> list[dict]:
 
 
 def plain_losses(steps: int, batch: int) -> list[float]:
-    """A plain PyTorch loop over the same samples and noise: what train.py must reproduce."""
+    """Return losses of a plain PyTorch loop over the same samples and noise."""
     flags = parse(TrainConfig, TINY)
     dataset = build_dataset("digits", 8, seed=flags.global_seed)
     schedule = BatchSchedule(len(dataset), batch, flags.global_seed)
@@ -67,24 +68,24 @@ def test_two_ranks_follow_the_plain_loop_and_resume_exactly(tmp_path):
     run_ranks(2, start, [*common, "--max_steps", "6", "--outputs", str(parts)])
     run_ranks(2, start, [*common, "--max_steps", "12", "--outputs", str(parts), "--load", "latest"])
     run = parts / "000-DiT-Ti-2"
-    assert sorted(p.name for p in parts.iterdir()) == ["000-DiT-Ti-2"]  # it goes on in the same folder
+    assert sorted(p.name for p in parts.iterdir()) == ["000-DiT-Ti-2"]  # the run resumed in the same folder
     assert [line["loss"] for line in log_of(run)] == losses  # bit for bit
     for name in ("model", "ema", "optimizer_000", "optimizer_001"):
         a = load_file(whole / "000-DiT-Ti-2" / "checkpoints" / "latest" / f"{name}.safetensors")
         b = load_file(run / "checkpoints" / "latest" / f"{name}.safetensors")
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), name
 
-    # Another plugin and another number of ranks see the same samples and the same curve up to rounding.
+    # Another plugin and another number of ranks see the same samples, and losses match up to rounding.
     run_ranks(
         1,
         start,
         [*common[:-4], "--batch_size", "4", "--grad_accumulation", "4", "--plugin", "ddp", "--ckpt_every", "6",
          "--max_steps", "12", "--outputs", str(parts), "--load", str(whole / "000-DiT-Ti-2/checkpoints/step_0000006")],
     )  # fmt: skip
-    resumed = [line["loss"] for line in log_of(whole / "000-DiT-Ti-2")][6:]  # not twice
+    resumed = [line["loss"] for line in log_of(whole / "000-DiT-Ti-2")][6:]  # no line is there twice
     assert off_by(resumed, losses[6:]) < 1e-5
 
-    # what the run left behind
+    # Check the files of the run.
     run = whole / "000-DiT-Ti-2"
     config = json.loads((run / "config.json").read_text())
     assert config["flags"]["model"] == "DiT-Ti/2" and config["model_config"]["num_classes"] == 10

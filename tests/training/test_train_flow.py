@@ -1,4 +1,5 @@
-"""--objective flow through train.py and sample.py: against a plain loop, on two ranks, and what the checkpoint says."""
+"""train.py and sample.py with --objective flow: losses match a plain loop on two ranks, and checkpoints record the
+objective."""
 
 import json
 
@@ -23,7 +24,7 @@ FLOW = [*TINY, "--objective", "flow", "--flow_shift", "3", "--max_steps", "4"]
 
 
 def plain_losses(steps: int, batch: int, shift: float) -> list[float]:
-    """Rectified flow written out: x_t = (1 - t) x_0 + t noise, target noise - x_0, t shifted."""
+    """Return losses of rectified flow: x_t = (1 - t) x_0 + t noise, the target is noise - x_0, and t is shifted."""
     flags = parse(TrainConfig, TINY)
     dataset = build_dataset("digits", 8, seed=flags.global_seed)
     schedule = BatchSchedule(len(dataset), batch, flags.global_seed)
@@ -69,7 +70,7 @@ def test_two_ranks_follow_the_plain_loop_and_the_checkpoint_draws(tmp_path, no_r
 
 
 def test_a_network_that_predicts_the_sample_is_trained_and_draws(tmp_path, no_ranks, capsys):
-    """Patches of 16 x 16 pixels through a bottleneck, without a VAE."""
+    """The patches have 16 x 16 pixels and go through a bottleneck, without a VAE."""
     size = "--model DiT-Ti/16 --data_path digits --image_size 32 --vae none --num_workers 0 --sample_every 0".split()
     flags = [*size, *"--objective flow --flow_prediction x --patch_bottleneck 24 --max_steps 2".split()]
     flags += ["--batch_size", "8", "--outputs", str(tmp_path)]
@@ -92,7 +93,7 @@ def test_contrast_pairs_the_same_samples_on_any_number_of_ranks(tmp_path, no_ran
 
 
 def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):
-    """All these have networks of one shape; a weight of the loss may change, the meaning of the output may not."""
+    """These networks all have one shape. Resuming may change flow_shift, but not what the output means."""
     outputs = ["--outputs", str(tmp_path), "--load", "latest"]
     edm, flow = [*TINY, "--objective", "edm"], [*TINY, "--objective", "flow"]
     train.main([*flow, *outputs, "--max_steps", "1"])

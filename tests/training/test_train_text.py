@@ -1,4 +1,4 @@
-"""Captioned pictures and clips through train.py and sample.py, from a CSV and from cached latents."""
+"""train.py and sample.py with captioned pictures and clips, from a CSV and from cached latents."""
 
 import json
 import re
@@ -67,9 +67,9 @@ def test_text_to_image_with_the_trained_encoder(pictures, tmp_path, monkeypatch)
         captions = np.load(archive)["arr_1"].tolist()
         if given:
             assert captions == (given if len(given) > 1 else ["grey, number 3", "und etwas Anderes: größer"])
-        else:  # those stored with the checkpoint
+        else:  # prompts stored with the checkpoint
             assert len(captions) == 12 and "grey, number 0" in captions
-        # What an earlier job wrote there is gone.
+        # Files from the previous command are gone.
         assert (output / "000001-b__c.png").is_file() == (given[:1] == ["a"])
 
 
@@ -94,7 +94,7 @@ def test_clips_with_the_trained_encoder(clips, tmp_path, capsys):
 
 
 def test_a_frozen_encoder_and_a_vae_live_and_from_cached_latents(clips, tmp_path):
-    """The same latents and embeddings, computed in the run or read from the cache, give the same losses."""
+    """Latents and embeddings computed in the run and those read from the cache give similar losses."""
     vae, clip = tmp_path / "vae", tmp_path / "clip"
     small_vae(scaling_factor=0.3, shift_factor=0.25).save_pretrained(vae)
     save_clip(clip)
@@ -109,7 +109,7 @@ def test_a_frozen_encoder_and_a_vae_live_and_from_cached_latents(clips, tmp_path
     live = ["--data_path", str(clips), "--vae", str(vae), "--text_encoder", str(clip)]
     train.main([*live, *argv, "--outputs", str(tmp_path / "live")])
     a, b = (losses(tmp_path / name / "000-vDiT-Ti-222") for name in ("cached", "live"))
-    # The cache holds the centre window, a live run draws its own: alike, not the same.
+    # The cache holds the centre window, and a live run draws a random one, so the losses are similar but not equal.
     assert np.allclose(a, b, rtol=0.1) and a != b
 
 

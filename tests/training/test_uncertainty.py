@@ -1,4 +1,4 @@
-"""--uncertainty_weighting through train.py: on any number of ranks, in packs, resumed, and drawn from."""
+"""train.py --uncertainty_weighting: on any number of ranks, with packs, resumed, and sampled from."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The held-out loss: against a plain loop in float64, on one rank and on several, and training beside it."""
+"""The held-out loss matches a plain float64 loop on any number of ranks, and does not change training."""
 
 import json
 import os
@@ -39,11 +39,11 @@ PRODUCTS = {
     "tp": "--tensor_parallel_size 2",
     "pp": "--pipeline_parallel_size 2 --grad_accumulation 2",
 }
-BESIDE = ("ddp", "fsdp", "gemini")  # zero2 is trained with and without in one process
+BESIDE = ("ddp", "fsdp", "gemini")  # zero2 is trained with and without validation in one process
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """All that the newest checkpoint holds, shards as they are."""
+    """Return all tensors of the newest checkpoint. Shards are not joined."""
     files = sorted((run / "checkpoints" / "latest").glob("*.safetensors"))
     return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -55,7 +55,7 @@ def same_bits(one: Path, other: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of one process that validates after every step, and one that does not."""
+    """Return two runs of one process: one validates after every step, the other does not."""
     outputs, before = tmp_path_factory.mktemp("validated"), dict(os.environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
@@ -73,7 +73,7 @@ def fixed_order(count: int, which: int) -> list[int]:
 
 @torch.no_grad()
 def plain_losses(run: Path) -> list[float]:
-    """One sample after the other by the run's averaged weights, in float64."""
+    """Return the losses of the run's averaged weights on one sample at a time, in float64."""
     model = build_model(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10), 0).double()
     model.load_state_dict(load_file(run / "checkpoints/latest/ema.safetensors"), strict=False)
     diffusion, dataset = DDPM.linear(), build_dataset("digits", 8, seed=0, split="test")
@@ -97,7 +97,7 @@ def test_the_loss_is_that_of_a_plain_loop_in_float64(runs):
     for stratum, loss in zip(strata, losses, strict=True):
         levels[int((stratum + 0.5) / LOSSES * 10)].append(loss)
     assert off_by(line["val_loss_by_noise"], [np.mean(level) for level in levels]) < 1e-5
-    # sigma of timesteps 50, 150, ... of the DiT paper's schedule
+    # sigma of timesteps 50, 150, ... in the DiT paper's schedule
     beta = np.linspace(1e-4, 0.02, 1000, dtype=np.float64)
     kept = np.cumprod(1 - beta)[50::100]
     assert off_by(line["val_noise"], np.sqrt((1 - kept) / kept).tolist()) < 1e-5
@@ -114,8 +114,8 @@ def test_training_is_the_same_to_the_bit_without_it(runs):
 
 
 def programs(mesh, folder: Path, base: Path) -> None:
-    """Validate the weights of ``base`` under every product, in a run whose one step does not change them. Under some,
-    also take two steps that do, with and without validation."""
+    """Validate the weights of ``base`` under every setting, in a run whose one step does not change them. Under some
+    settings, also take two real steps with and without validation."""
     several_programs()
     loaded = [*FLAGS, "--max_steps", "5"]
     starts = {name: [*loaded, *VALIDATED, *flags.split(), "--lr", "1e-30"] for name, flags in PRODUCTS.items()}
@@ -150,11 +150,11 @@ def test_every_product_of_ranks_finds_the_same_and_trains_on_as_if_nothing_were(
 
 
 def test_the_best_checkpoint_is_kept_and_found_again(tmp_path, no_ranks, capsys):
-    """--lr 0.03 ruins the weights, so that the first checkpoint stays the best one."""
+    """--lr 0.03 ruins the weights, so the first checkpoint stays the best."""
     how = [*TINY, *"--ema_decay 0 --batch_size 8 --sample_every 0 --ckpt_every 2 --ckpt_keep 1".split()]
     how += "--validate_share 0.05 --validate_every 0 --ckpt_best val_loss".split()
     train.main([*how, "--max_steps", "2", "--outputs", str(tmp_path)])
-    for last in ("6", "8"):  # the second is not resumed from the best one, which would keep it anyway
+    for last in ("6", "8"):  # the second does not resume from the best one, which would keep it anyway
         train.main([*how, "--max_steps", last, "--lr", "0.03", "--load", "latest", "--outputs", str(tmp_path)])
     run = tmp_path / "000-DiT-Ti-2"
     folders = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -166,7 +166,7 @@ def test_the_best_checkpoint_is_kept_and_found_again(tmp_path, no_ranks, capsys)
     assert list(validated) == [2, 4, 6, 8] and all(validated[2] < validated[step] for step in (4, 6, 8))
     state = json.loads((run / "checkpoints/best/state.json").read_text())
     assert state["val_loss"] == validated[2]
-    # Another share is another loss, and begins anew. It trains on other samples, which is said.
+    # Another share gives another loss, so the best is chosen anew. The note says that the training samples differ.
     train.main([*how, "--validate_share", "0.1", "--max_steps", "10", "--load", "latest", "--outputs", str(tmp_path)])
     assert os.readlink(run / "checkpoints" / "best") == "step_0000010"
     assert "other data (1366 samples there, 1,294 here)" in capsys.readouterr().out
@@ -231,7 +231,7 @@ def test_a_resumed_run_s_picture_goes_on_and_what_is_not_finite_is_left_out(tmp_
         ([3.0, 2.0, 2.1, 2.2], None),
         ([3.0, 2.0, 2.1, 2.2, 2.3], 20),
         ([3.0, 2.0, 2.5, 2.1, 2.2, 2.3], 20),
-        ([3.0, 2.0, 2.1, 2.3, 2.2], None),  # not rising now
+        ([3.0, 2.0, 2.1, 2.3, 2.2], None),  # not rising at the end
         ([3.0, 2.0, 2.1, None, 2.3], None),
         ([1.0, 2.0, 3.0, 4.0], 10),
         ([], None),

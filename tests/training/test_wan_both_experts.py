@@ -1,4 +1,4 @@
-"""--expert both: the two networks of Wan 2.2 A14B, trained by turns in one run."""
+"""--expert both trains the two networks of Wan 2.2 A14B in turn, in one run."""
 
 import json
 import math
@@ -40,7 +40,7 @@ AT = {"high": "checkpoints/latest", "low": "low/checkpoints/latest"}
 
 
 def trained(flags, outputs, *more):
-    """Train, and return the run's folder. Of a flag that is given twice, the last one holds."""
+    """Train, and return the run's folder. Later flags override earlier ones."""
     train.main([*flags, "--max_steps", str(STEPS), "--outputs", str(outputs), *more])
     (run,) = outputs.glob("0*")
     return run
@@ -56,7 +56,7 @@ def same(one, other):
 
 @pytest.fixture(scope="module")
 def fed(root, tmp_path_factory):  # noqa: F811
-    """Return a run of both networks, and its micro-batches by the network that they trained."""
+    """Return a run of both networks, and the micro-batches that each network was trained on."""
     found, given = {name: [] for name in INSIDE}, train.micro_batches
 
     def recorded(run):
@@ -95,7 +95,7 @@ def test_a_run_resumes_exactly(root, fed, tmp_path):  # noqa: F811
     assert [len(list((run / at).parent.glob("step_*"))) for at in AT.values()] == [1, 2]
     alone = [each for each in flags if each not in ("--pretrained", f"{root}/wan", "--expert", "both")]
     around = ["--vae", f"{root}/wan/vae", "--text_encoder", f"{root}/wan"]
-    trained([*alone, *around], tmp_path, "--load", str(run))  # the run's folder tells the networks
+    trained([*alone, *around], tmp_path, "--load", str(run))  # the run's folder tells which networks it has
     for at in AT.values():
         assert same(tensors_of(fed[0] / at), tensors_of(run / at))
 
@@ -204,7 +204,7 @@ def test_a_resume_tells_which_network_below_a_lora_is_another(root, tmp_path, mo
         save_file(weights, file)
         (line,) = told(3 + step)
         assert line.startswith(called) and line.endswith(f": other weights: {CURVE}"), line
-    # Earlier versions stored no entry of the low-noise network, and a hash of no file.
+    # Earlier versions stored nothing for the low-noise network, and a hash that covers no file.
     known, old = prepare.fingerprint, {"pretrained": hash_files([str(root)])}
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "fingerprint", lambda run: without_low(known(run)) | old)
@@ -229,7 +229,7 @@ def test_no_checkpoint_is_of_one_network_alone(root, tmp_path, monkeypatch):  # 
         trained(flags_of(root, tmp_path, "both", "--ckpt_every", "2", "--ckpt_keep", "1"), tmp_path)
     (run,) = tmp_path.glob("0*")
     left = [{path.name for path in (run / at).parent.glob("step_*")} for at in AT.values()]
-    assert left == [{folder_name(6)}, {folder_name(2), folder_name(6)}]  # 2 is kept until 6 is complete
+    assert left == [{folder_name(6)}, {folder_name(2), folder_name(6)}]  # step 2 is kept until step 6 is complete
 
 
 def test_memory_counts_the_states_of_both(root):  # noqa: F811

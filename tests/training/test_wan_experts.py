@@ -1,4 +1,4 @@
-"""Wan 2.2 A14B, whose two networks divide the times: drawn, trained and exported, against diffusers."""
+"""Wan 2.2 A14B has two networks for different times. Sampling and exports match diffusers."""
 
 import json
 
@@ -66,11 +66,11 @@ def near(found, expected):
 
 
 def test_latents_are_those_of_diffusers(root):
-    """Two of the four steps are the first network's, whose part in them the second does not have."""
+    """The first network makes two of the four steps. Without the second network the latents differ."""
     pipe = opendit.load(root / "wan")
     found = drawn(pipe)
     assert near(found, theirs(root / "wan", found.shape[1:]))
-    cached = drawn(pipe, cache="taylor:2")  # what one network has computed is not used for the other
+    cached = drawn(pipe, cache="taylor:2")  # the cache is not shared between the networks
     assert not torch.equal(cached, found) and (cached - found).abs().mean() < 0.5 * found.abs().mean()
     alone = opendit.load(root / "wan")
     alone.model.second = None
@@ -110,20 +110,20 @@ def test_both_are_trained_in_their_times_and_exported_into_one_folder(root, runs
         network = networks().WanTransformer3DModel.from_pretrained(output, subfolder=INSIDE[expert]).state_dict()
         assert torch.equal(trained["final_layer.linear.weight"], network["proj_out.weight"])
         other = next(inside for name, inside in INSIDE.items() if name != expert)
-        for inside in INSIDE.values():  # the other is as it was
+        for inside in INSIDE.values():  # the other network did not change
             same = [load_file(each / inside / WEIGHTS) for each in (root / "wan", base, output)]
             assert torch.equal(same[2]["proj_out.weight"], same[1]["proj_out.weight"]) == (inside == other)
         base = output
     found = drawn(opendit.load(base))
     assert near(found, theirs(base, found.shape[1:])) and not near(found, drawn(opendit.load(root / "wan")))
     around = dict(vae=str(base / "vae"), text_encoder=str(base))
-    for first, second in ((0, 1), (1, 0)):  # of the runs themselves, in either order
+    for first, second in ((0, 1), (1, 0)):  # the runs themselves, in either order
         paths = list(runs.values())
         assert torch.equal(drawn(opendit.load(paths[first], second=paths[second], **around), sampler="unipc"), found)
 
 
 def test_lora_of_each_is_merged_and_exported(root, tmp_path, capsys):
-    """Drawn with both is what diffusers draws with both files, each loaded into its network."""
+    """Sampling with both LoRAs matches diffusers with both files, each loaded into its network."""
     argv = []
     for expert in INSIDE:
         train.main(flags_of(root, tmp_path / expert, expert, "--lora", "2", "--lora_targets", "attn.*"))
@@ -134,7 +134,9 @@ def test_lora_of_each_is_merged_and_exported(root, tmp_path, capsys):
         where = ", load_into_transformer_2=True" if expert == "low" else ""
         assert capsys.readouterr().out.endswith(f"load_lora_weights('{tmp_path}/{expert}.safetensors'{where})\n")
     found = drawn(opendit.load(root / "wan", lora=argv))
-    files = [tmp_path / f"{expert}.safetensors" for expert in ("low", "high")]  # which say themselves whose they are
+    files = [
+        tmp_path / f"{expert}.safetensors" for expert in ("low", "high")
+    ]  # the files say which network they are for
     with safe_open(files[0], "pt") as opened:
         assert opened.metadata()["modelspec.architecture"] == "wan2.2/lora"
     assert near(drawn(opendit.load(root / "wan", lora=files)), found)

@@ -1,4 +1,4 @@
-"""Wan 2.2 TI2V, whose clips may begin with a picture: drawn, trained and exported, against diffusers."""
+"""Wan 2.2 TI2V, whose clips may begin with a picture: sampling, training losses and exports match diffusers."""
 
 import json
 
@@ -29,7 +29,7 @@ PROMPTS = ["a seven", "fog over the sea in the evening"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Return a folder with the tiny pipeline, clips, and a picture of their size."""
+    """Return a folder with the tiny pipeline, clips and a picture."""
     root, random = tmp_path_factory.mktemp("ti2v"), np.random.default_rng(0)
     write_pipeline(root / "wan", "wan_ti2v")
     rows = ["path,text"]
@@ -44,7 +44,7 @@ def root(tmp_path_factory):
 
 
 def drawn(draw):
-    """Return the latents that ``draw`` draws in one batch."""
+    """Return the latents that ``draw`` makes in one batch."""
     found, draw_batch = [], SamplingEngine.sample
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -101,11 +101,11 @@ def trained(root, tmp_path_factory):
 
 
 def test_a_loss_is_that_of_the_frames_that_are_not_given(root, trained):
-    """By diffusers' network, whose tokens of given frames are at time 0, as its pipeline tells it."""
+    """The reference is diffusers' network, with time 0 for tokens of given frames as in diffusers' pipeline."""
     _, batch, found = trained
     given = batch.given[:, :1]
     counts = given[:, 0, :, 0, 0].sum(1).tolist()
-    assert set(counts) == {0.0, 1.0}, counts  # some samples are without
+    assert set(counts) == {0.0, 1.0}, counts  # some samples have no given frame
     t = batch.t.float().view(-1, 1, 1, 1, 1)
     noisy = (1 - t) * batch.x0 + t * batch.noise
     network = networks().WanTransformer3DModel.from_pretrained(root / "wan", subfolder="transformer")

@@ -1,5 +1,5 @@
-"""Wan's image to video: clips that always begin with a picture, by Wan 2.1 (whose blocks attend to its tokens) and by
-the two networks of Wan 2.2 A14B; drawn, trained and exported, against diffusers."""
+"""Wan's image-to-video models, whose clips always begin with a picture: Wan 2.1, whose blocks attend to the picture's
+tokens, and the two networks of Wan 2.2 A14B. Sampling, training and exports match diffusers."""
 
 import json
 import threading
@@ -42,7 +42,7 @@ NAMES = {"wan_i2v": [], "wan_i2v_a14b": ["--expert", "low"]}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Return a folder with the tiny pipelines, clips, and two pictures of their size."""
+    """Return a folder with the tiny pipelines, clips, and two pictures."""
     root, random = tmp_path_factory.mktemp("i2v"), np.random.default_rng(0)
     for name in NAMES:
         write_pipeline(root / name, name)
@@ -60,7 +60,7 @@ def root(tmp_path_factory):
 
 
 def drawn(draw):
-    """Return the latents that ``draw`` draws in one batch."""
+    """Return the latents that ``draw`` makes in one batch."""
     found, sample_batch = [], SamplingEngine.sample
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -72,7 +72,7 @@ def drawn(draw):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_latents_are_those_of_diffusers(root, name):
-    """Each sample begins with its own picture, by sample.py as by opendit.load."""
+    """Each sample begins with its own picture."""
     pictures = [root / "0.png", root / "1.png"]
     pipe = opendit.load(root / name)
     how = dict(steps=STEPS, guidance=2.5, seed=3, size=SIZE, frames=FRAMES, progress=False)
@@ -98,12 +98,12 @@ def flags_of(root, name, outputs, *more):
 
 
 def first_frame(root, number):
-    """Return the first frame of a clip, as it is decoded."""
+    """Return the decoded first frame of a clip."""
     return Image.fromarray(decode_frames(str(root / f"{number}.mp4"), lambda _: [0], threading.Event())[0])
 
 
 def beside(pipeline, frame):
-    """Return what the pipeline gives the network beside the noisy latents of a clip with this first frame."""
+    """Return what the pipeline adds to the noisy latents as network input for a clip with this first frame."""
     pixels = pipeline.video_processor.preprocess(frame, height=32, width=32)
     return pipeline.prepare_latents(pixels, 1, 4, 32, 32, FRAMES, torch.float32, torch.device("cpu"))[1]
 
@@ -116,8 +116,8 @@ def network_and_pipeline(folder):
 
 
 def check_losses(root, name, batch, found, rtol):
-    """Compare the losses of a micro-batch with those of diffusers' network, given what the pipeline makes of the clips'
-    first frames."""
+    """Compare a micro-batch's losses with those of diffusers' network, which gets the clips' first frames from its
+    pipeline."""
     network, pipeline = network_and_pipeline(root / name)
     t = batch.t.float().view(-1, 1, 1, 1, 1)
     frames = [first_frame(root, number) for number in range(4)]
@@ -137,7 +137,7 @@ def check_losses(root, name, batch, found, rtol):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cached_latents_and_held_out_losses_are_those_of_the_clips(root, name, tmp_path, monkeypatch):
-    """With a vanishing learning rate, all losses of a run, held-out ones too, are those of the published network."""
+    """With a vanishing learning rate, training and held-out losses match those of the published network."""
     cache = f"latents --data_path {root}/clips.csv --output {tmp_path}/cache --pretrained {root}/{name} --use_video"
     cache += f" --num_frames {FRAMES} --image_size 32"
     assert preprocess.main(cache.split()) == 0
@@ -185,7 +185,7 @@ def test_a_run_has_the_loss_of_diffusers_network_and_is_exported(root, name, tmp
         ) in told
         argv = f"{following.replace('FILE', f'{root}/0.png')} --prompt fog --num_sampling_steps 2"
         clip = drawn(lambda: sample.main([*argv.split(), "--output", str(tmp_path / "drawn")]))
-        assert clip.shape == (1, 4, 3, 4, 4)  # by default, clips have the size of the run's
+        assert clip.shape == (1, 4, 3, 4, 4)  # by default, clips have the size of those in the run
 
 
 REFUSED = {
