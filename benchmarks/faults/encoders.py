@@ -20,7 +20,7 @@ class Stranger: pass
 
 
 def marker(lab: Lab) -> Path:
-    """Return a file that exists if a stranger's code was executed."""
+    """Return the path of a file that exists if untrusted code was executed."""
     return lab.folder / "was-run"
 
 
@@ -98,8 +98,8 @@ def index_elsewhere(lab: Lab, folder: Path) -> None:
 
 
 def with_encoder(make: Callable[[Lab], Path], flag: str, harm: Callable[[Lab, Path], None]) -> Callable[[Lab], None]:
-    """Return a fault that trains with a harmed folder. Training must refuse the folder in a line or ignore the harm,
-    and must not execute its code."""
+    """Return a fault that trains with a harmed folder. Training must refuse the folder with one line or ignore the
+    harm, and must not execute the folder's code."""
 
     def judge(lab: Lab) -> None:
         folder = make(lab)

@@ -112,7 +112,7 @@ class Shared:
 
 
 class Lab:
-    """One fault's folder and programs. A fault states what must follow from it; every deviation becomes a problem."""
+    """One fault's folder and programs. Every deviation from the expected consequences becomes a problem."""
 
     def __init__(self, shared: Shared, name: str):
         self.shared, self.outcome = shared, Outcome()
@@ -347,7 +347,7 @@ def differing(one: Path, other: Path) -> str | None:
 
 
 def judge(fault: Fault, shared: Shared) -> Outcome:
-    """Cause a fault and return its outcome. Nothing of the fault is left afterwards."""
+    """Cause a fault, clean up after it, and return its outcome."""
     lab = Lab(shared, fault.name)
     try:
         fault.make(lab)

@@ -1,5 +1,4 @@
-"""Faults: folders of strangers that contain symbolic links. Nothing outside may be written, and a line must name the
-link."""
+"""Faults: untrusted folders with symbolic links. Nothing outside them may be written, and a line must name the link."""
 
 import os
 from collections.abc import Callable

@@ -34,7 +34,7 @@ def png(width: int, height: int, rows: bytes | None = None) -> bytes:
 
 def one_among_good(harm: Callable[[Path], None], says: str = "") -> Callable[[Lab], None]:
     """Return a fault with one odd entry in a folder of good pictures. Training must continue without this entry, and
-    must print ``says`` if given."""
+    must print ``says``, if any."""
 
     def make(lab: Lab) -> None:
         folder = pictures(lab)

@@ -1,4 +1,4 @@
-"""Start, watch and kill programs under test, and check that no process of them is left."""
+"""Start, watch and kill programs under test, and check that all their processes have ended."""
 
 import contextlib
 import json

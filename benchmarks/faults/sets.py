@@ -1,4 +1,4 @@
-"""Faults: data sets of strangers (YAML, tars, indexes, web servers) that would take unlimited time or memory."""
+"""Faults: untrusted data sets (YAML, tars, indexes, web servers) that would take unlimited time or memory."""
 
 import http.server
 import io

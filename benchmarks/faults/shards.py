@@ -25,8 +25,7 @@ def before(newest: Path) -> Path:
 
 
 def damaged(file: str, harm: Callable[[Path], None], sealed: bool = False) -> Callable[[Lab], None]:
-    """Return a fault. harm: changes a file in the newest checkpoint, given the file's path. sealed: the manifest is
-    then made to fit."""
+    """Return a fault in which ``harm`` changes a file of the newest checkpoint. sealed: update the manifest, too."""
 
     def make(lab: Lab) -> None:
         newest = lab.prepared(WORLD, *FSDP)
