@@ -466,6 +466,7 @@ def run(
                 **clips,
             )
             about = dataset.describe()
+
         encoder: AnyEncoder | None = None
         if text_encoder:
             if about.conditioning != "text":
@@ -477,14 +478,12 @@ def run(
         teacher = None
         if repa is not None:
             _, *sides = _Encoding(dataset, codec, None, image_size, flip).latent_shape()
-            if any(side % p for side, p in zip(sides, patch, strict=True)):
-                raise ValueError(f"--repa {repa}: a patch of {patch[0]} does not divide {sides} latents; give --model")
-            grid = tuple(side // p for side, p in zip(sides, patch, strict=True))
-            teacher = VisionTeacher(str(Path(repa).expanduser().resolve()), grid, 1.0, False, device, dtype)
+            teacher = _load_teacher(repa, sides, patch, device, dtype)
         first = None
         if pretrained is not None and use_video:
             family = cast(str, family_in(name_of_folder(pretrained) or ""))
             first = FirstFrameEncoder.of(Path(pretrained), family, device)
+
         if rank == 0:
             precision = str(inner(codec).dtype)[6:]
             captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
@@ -522,6 +521,17 @@ def run(
             shards = f"{len(index['shards']):,} shard{'s'[: len(index['shards']) != 1]}"
             print(f"{index['count']:,} {noun} in {shards}{skipped}: train with --data_path {output}")
         return index
+
+
+def _load_teacher(
+    folder: str, sides: Sequence[int], patch: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> VisionTeacher:
+    """Load the vision encoder of --repa for latents with these ``sides``. Raises ValueError if ``patch`` does not
+    divide them."""
+    if any(side % p for side, p in zip(sides, patch, strict=True)):
+        raise ValueError(f"--repa {folder}: a patch of {patch[0]} does not divide {sides} latents; give --model")
+    grid = tuple(side // p for side, p in zip(sides, patch, strict=True))
+    return VisionTeacher(str(Path(folder).expanduser().resolve()), grid, 1.0, False, device, dtype)
 
 
 def _load_encoder(
