@@ -1,5 +1,5 @@
-"""Packages import only packages below them, can be imported in any order, do not import heavy modules that most runs
-do not need, and no two classes have the same name."""
+"""Packages import only packages below them and no heavy modules that most runs do not need, each can be imported first,
+and no two classes have the same name."""
 
 import ast
 import os

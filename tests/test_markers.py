@@ -75,12 +75,8 @@ def test_every_room_has_fast_tests():
 
 def test_files_are_chosen_by_room_and_then_by_time():
     seconds = {"a/1.py": 1.0, "a/2.py": 3.0, "a/3.py": 30.0, "b/1.py": 9.0, "c/1.py": 0.5, "c/2.py": 0.6}
-    assert choose_fast.choose(seconds, 9.0) == [
-        "a/1.py",
-        "b/1.py",
-        "c/1.py",
-        "c/2.py",
-    ]  # one file of b, though it is too slow
+    # One file of b, though it is too slow.
+    assert choose_fast.choose(seconds, 9.0) == ["a/1.py", "b/1.py", "c/1.py", "c/2.py"]
     assert choose_fast.choose(seconds, 16.0) == ["a/1.py", "a/2.py", "b/1.py", "c/1.py", "c/2.py"]
     assert choose_fast.choose(seconds, 100.0) == sorted(seconds)
 

@@ -84,8 +84,7 @@ def test_the_list_is_of_whole_lines_that_parse():
 
 @pytest.fixture
 def tree(tmp_path):
-    """Return a project with two modules and three test files. One fails in part, one starts a process, and one can't
-    be imported."""
+    """Return a project with three test files: one fails in part, one starts a process, one can't be imported."""
     for name, text in {
         "opendit/__init__.py": "",
         "opendit/a.py": "def more(x):\n    return x + 3\n\n\ndef unused(x):\n    return x - 5\n",
@@ -131,8 +130,7 @@ def test_cover(tree, tmp_path, monkeypatch):
 
 
 def test_run(tree, tmp_path):
-    """The test that fails without a mutant is ignored. The other test detects the mutants in the line that it
-    reaches."""
+    """The test that fails without a mutant is ignored. The other test detects mutants in the line it reaches."""
     listed, lines, results = tmp_path / "mutants.json", tmp_path / "coverage.jsonl", tmp_path / "results.json"
     record = {"test": "tests/test_a.py", "outcome": "failed", "seconds": 1, "failed": ["tests/test_a.py::test_wrong"]}
     lines.write_text(json.dumps(record | {"lines": {"opendit/a.py": "1-2,5"}}) + "\n")

@@ -1,5 +1,4 @@
-"""Every private name of torch and triton in the package is listed here, is used in one file, and exists in the
-installed torch.
+"""Each private name of torch and triton is listed here, used in one file, and exists in the installed torch.
 
 ``torch._foreach_*`` are not counted, because torch has no other interface to operations on many tensors."""
 

@@ -26,8 +26,7 @@ WAITING = {("opendit/models/dit.py", "--positions learned: {} patches, but posit
 
 
 def template(node: ast.expr) -> str | None:
-    """Return a text with {} for filled-in values and {flag} for a variable that holds a flag, or None if it is not
-    visible."""
+    """Return a text with {} for values and {flag} for a variable that holds a flag. None if it is not visible."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

@@ -1,5 +1,4 @@
-"""Every flag of every program gets every kind of bad value, and refuses it in one line or accepts it for a listed
-reason.
+"""Every flag of every program refuses bad values in one line, or accepts them for a listed reason.
 
 The programs run in this process, with all their checks and loading, up to where the work would begin."""
 

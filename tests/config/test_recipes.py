@@ -68,8 +68,7 @@ def test_a_recipe_for_a_public_model_takes_the_folder_s(tmp_path, capsys):
 
 
 def test_the_paper_s_setting():
-    """Peebles & Xie 2023, sec. 4: AdamW, constant 1e-4, no decay, batch 256, flips, EMA 0.9999, and 7 M steps of
-    XL/2."""
+    """Peebles & Xie 2023, sec. 4: AdamW, constant 1e-4, no decay, batch 256, flips, EMA 0.9999, 7 M steps (XL/2)."""
     flags = parse(TrainConfig, ["--recipe", "dit_xl_imagenet256"])
     assert (flags.model, flags.image_size, flags.global_batch_size) == ("DiT-XL/2", 256, 256)
     assert (flags.lr, flags.lr_schedule, flags.warmup_steps, flags.weight_decay) == (1e-4, "constant", 0, 0)
@@ -219,8 +218,7 @@ def test_a_dry_run_with_lora_counts_the_states_of_what_is_trained(capsys):
     needs = [
         float(re.search("states ([\\d.]+)", dry_run([*argv, *more], capsys))[1]) for more in ([], ["--lora", "16"])
     ]
-    # bf16 weights, and fp32 masters, two moments and an average for qkv, proj, fc1 and fc2 of 28 blocks with 1152
-    # channels
+    # bf16 weights, and fp32 masters, moments and averages for qkv, proj, fc1 and fc2 of 28 blocks, 1152 channels wide
     added = 28 * 16 * 1152 * ((3 + 1) + (1 + 1) + 2 * (1 + 4))
     assert needs[1] == pytest.approx((2 * (674.8e6 + added) + 16 * added) / GIB, abs=0.01) and needs[0] > 11
 

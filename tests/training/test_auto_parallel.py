@@ -191,9 +191,8 @@ def test_given_flags_are_kept_and_a_recipe_s_are_not():
             "cheap",
         )
         assert kept.batch_size <= 3 and not kept.grad_checkpoint
-    assert not chosen(f"{LONG} --global_batch_size 4", 4)[
-        0
-    ].candidate.grad_checkpoint  # the recipe sets grad_checkpoint
+    # The recipe sets grad_checkpoint.
+    assert not chosen(f"{LONG} --global_batch_size 4", 4)[0].candidate.grad_checkpoint
     assert {one.candidate.plugin for one in chosen(f"{CLIPS} --reshard never", 8)} == {"fsdp"}
     across = chosen(f"{LONG} --global_batch_size 4 --sequence_parallel_size 16", 32)[0].candidate
     assert across.sequence_parallel_size == 16  # resolving the flags prints a note about it

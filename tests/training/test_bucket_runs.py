@@ -68,10 +68,8 @@ def test_other_micro_batches_go_on_with_the_same_samples(
     capsys.readouterr()
     resumed = run(pictures, tmp_path / "parts", 6, "--load", "latest", *flags(then))
     out, losses = capsys.readouterr().out, [[line["loss"] for line in lines(each)][-3:] for each in (whole, resumed)]
-    if (first, then) == (
-        "1 4",
-        "4 1",
-    ):  # a micro-batch of four groups does not fit where each group may have another shape
+    # A micro-batch of four groups does not fit where each group may have another shape.
+    if (first, then) == ("1 4", "4 1"):
         assert "the parts of one shape in a step 4 -> 1: the curve is another from here on" in out
         assert not np.allclose(*losses, rtol=1e-4)
     else:

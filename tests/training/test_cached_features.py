@@ -74,7 +74,7 @@ def test_features_and_curve_are_those_of_the_encoder(size, make, pictures, vae, 
 
 
 def _refuses_others(folder: Path) -> None:
-    """Check that features of another width than the index gives are reported as damaged."""
+    """Check that features are reported as damaged if the index gives another width."""
     before = (folder / "index.json").read_text()
     (folder / "index.json").write_text(before.replace('"width": 12', '"width": 13'))
     with pytest.raises(BadSample, match=r"features of shape \[2, 16, 12\], not \[2, 16, 13\]"):

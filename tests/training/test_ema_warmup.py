@@ -26,8 +26,8 @@ def train_to(steps: int, outputs: Path, *more: str) -> Path:
 
 
 def check(checkpoints: Path, decay_of, first: int, last: int) -> None:
-    """Check that averages ``first`` to ``last`` follow from earlier ones. ``decay_of(n, decay)`` is
-    the decay after n updates."""
+    """Check that averages ``first`` to ``last`` follow from earlier ones. ``decay_of(n, decay)`` is the
+    decay after n updates."""
     for decay, file in AVERAGES.items():
         average = {n: t.double() for n, t in load_file(at(checkpoints, first - 1) / file).items()}
         for step in range(first, last + 1):
@@ -58,9 +58,8 @@ def test_a_new_run_warms_up_and_says_so(tmp_path, no_ranks, capsys):
     checkpoints = train_to(4, tmp_path)
     assert "EMA decay 0.9999, 0.05, warm-up" in " ".join(capsys.readouterr().out.split())
     one = [load_file(at(checkpoints, 1) / name) for name in ("model.safetensors", "ema.safetensors")]
-    assert all(
-        (one[0][name] - one[1][name]).abs().max() < 1e-7 for name in one[0]
-    )  # the first update copies the weights
+    # The first update copies the weights.
+    assert all((one[0][name] - one[1][name]).abs().max() < 1e-7 for name in one[0])
     check(checkpoints, warmed_up, 2, 4)
     starts = json.loads((checkpoints.parent / "config.json").read_text())
     assert '"ema_warmup": true' in json.dumps(starts)

@@ -231,7 +231,7 @@ def slow_steps() -> None:
 
 
 def test_a_rank_lost_under_torchrun_ends_the_run(tmp_path):
-    """After kill -9, torchrun sends SIGTERM to the rank that is left, which would finish its step and save (33 s)."""
+    """torchrun's SIGTERM must not make the rank that is left finish its step and save."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     log, outputs = tmp_path / "log", tmp_path / "out"
     with open(log, "w") as file:

@@ -151,8 +151,7 @@ def test_no_save_while_steps_are_skipped(tmp_path):
     assert said.count("3 steps in a row had non-finite gradients") == 1
     assert "on rank 1 the noise was not finite for 4 of 4 samples (row " in said
     checkpoints = tmp_path / "000-DiT-Ti-2" / "checkpoints"
-    # Steps 3 and 4 were skipped, so the save due at step 3 came after step 5. No step after 7 was good, so there is no
-    # later save.
+    # Steps 3 and 4 were skipped, so the save due at step 3 came after step 5. No later step was good.
     assert steps_in(checkpoints) == [5, 6, 7]
     states = [read_state(path) for path in sorted(checkpoints.glob("step_*"))]
     assert [(state["optimizer_steps"], state["skipped"]) for state in states] == [(3, 2), (4, 2), (5, 2)]
@@ -246,8 +245,7 @@ def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path, launch):
 
 
 def two_signals(log: str, second: str, environment: dict[str, str]) -> None:
-    """Get a SIGTERM, then a SIGINT: from this process, or from outside during a call that blocks Python's signal
-    handlers."""
+    """Get a SIGTERM, then a SIGINT: at once, or from outside during a call that blocks Python's handlers."""
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores SIGINT
     with open(log, "w") as file:

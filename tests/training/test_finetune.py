@@ -85,9 +85,8 @@ def test_another_size_gets_its_own_sine_cosine_table(tmp_path):
     assert torch.equal(new.pos_embed[0], sincos_position_table(128, 6, 8))
     assert list(done.recomputed) == ["pos_embed"] and not done.untrained
     x, t = torch.randn(2, 2, 12, 16), torch.tensor([1, 600])
-    assert torch.equal(
-        new(x, t, torch.tensor([0, 5])), old(x, t, torch.tensor([0, 5]))
-    )  # the old model computes the same table for this size
+    # The old model computes the same table for this size.
+    assert torch.equal(new(x, t, torch.tensor([0, 5])), old(x, t, torch.tensor([0, 5])))
 
 
 def test_learned_positions_are_interpolated(tmp_path):
@@ -168,9 +167,8 @@ def test_learned_positions_of_a_picture_model_are_a_clip_model_s_rows_and_column
     reused, *others = done.describe()
     assert "learned_positions.axes.1, learned_positions.axes.2" in reused
     assert others[-1] == f"new: {4 * 128:,} weights, learned_positions.axes.0"
-    torch.nn.init.zeros_(
-        new.learned_positions.axes[0].weight
-    )  # nothing is added for the frame, so the clip is the picture
+    # Nothing is added for the frame, so the clip is the picture.
+    torch.nn.init.zeros_(new.learned_positions.axes[0].weight)
     (x, t), y = inputs(old), torch.tensor([0, 2, 5])
     torch.testing.assert_close(new(x[:, :, None], t, y)[:, :, 0], old(x, t, y), atol=1e-5, rtol=1e-4)
     # With other sizes, each axis is interpolated by itself.
@@ -191,9 +189,8 @@ def test_learned_positions_of_a_clip_model_without_its_frames_are_a_picture_mode
     done = taken_over(new, weights(old, tmp_path), old.config)
     assert done.left_out[AXES.format(0)] == 4 * 128 and {AXES.format(0), AXES.format(1)} <= done.reused.keys()
     assert re.fullmatch(r"left out of the file: [\d,]+ weights, .*learned_positions\.axes\.0", done.describe()[-1])
-    new.x_embedder.proj.weight.data.copy_(
-        old.x_embedder.proj.weight[:, :, 0]
-    )  # not reused: its kernel has another number of axes
+    # Not reused: its kernel has another number of axes.
+    new.x_embedder.proj.weight.data.copy_(old.x_embedder.proj.weight[:, :, 0])
     torch.nn.init.zeros_(old.learned_positions.axes[0].weight)
     (x, t), y = inputs(new), torch.tensor([0, 2, 5])
     torch.testing.assert_close(new(x, t, y), old(x[:, :, None], t, y)[:, :, 0], atol=1e-5, rtol=1e-4)

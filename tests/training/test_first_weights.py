@@ -1,5 +1,4 @@
-"""--pretrained and --lora give every plugin, on any number of ranks, the weights of a full model, and no rank
-allocates more than it needs."""
+"""With --pretrained and --lora, all plugins get a full model's weights, and with fsdp no rank allocates all."""
 
 import hashlib
 import json

@@ -36,8 +36,7 @@ BATCH, FRAMES = 8, 4
 
 
 def plain_losses(mode: str, steps: int = 4) -> list[float]:
-    """Return losses of rectified flow with x_t, mask and given frames concatenated as input. The loss covers all
-    frames."""
+    """Return losses of rectified flow on x_t, mask and given frames, concatenated. The loss covers all frames."""
     flags = parse(TrainConfig, CLIPS)
     dataset = build_dataset(
         "mock", 8, use_video=True, num_frames=FRAMES, vae="none", num_classes=3, seed=flags.global_seed
@@ -154,8 +153,7 @@ def one_loss(mesh):
 
 
 def test_a_run_a_fine_tuning_and_a_clip_from_a_picture(tmp_path, no_ranks, capsys):
-    """Fine-tune a plain clip model for given frames, in full and with LoRA, then sample clips that begin with a
-    picture."""
+    """Fine-tune a plain clip model for given frames, in full and with LoRA, and sample from a first picture."""
     rng = np.random.default_rng(0)
     lines = ["path,text"]
     for i in range(4):

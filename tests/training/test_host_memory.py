@@ -37,8 +37,7 @@ def test_a_container_may_have_less_than_its_machine(group, files, found, tmp_pat
 
 
 def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
-    """DiT-XL/2 on 8 ranks, 4 of them on this machine, needs 1.26 GiB for averages, 2.51 for moments and 5.03 for
-    saving."""
+    """DiT-XL/2 on 8 ranks, 4 of them here, needs 1.26 GiB for averages, 2.51 for moments and 5.03 for saving."""
     one = 4 * XL.parameters() / 8 * 4 / GIB
 
     def checked(offload: str, room: float, saves: bool = True) -> str | None:

@@ -67,8 +67,7 @@ def test_without_a_step_there_is_nothing_to_save(tmp_path, no_ranks):
 
 
 def on_ranks(mesh, outputs: str, *more: str) -> list[str]:
-    """Run six steps undisturbed, and six in which rank 1 loses its data and the run is resumed. Return the error
-    output."""
+    """Run six steps undisturbed, and six in which rank 1 loses its data before a resume. Return the errors."""
     several_programs()
     run_to(Path(outputs, "whole"), 6, *SAVE_LAST, *more)
     with pytest.MonkeyPatch.context() as patch:

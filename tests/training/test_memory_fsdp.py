@@ -174,8 +174,7 @@ def test_peaks_measured_of_fsdp2(name, batch, checkpointed, measured):
 
 
 def test_the_peak_measured_at_the_end_of_the_backward_pass():
-    """GiB on one H100 with Wan TI2V-5B and a clip of 27,900 tokens. Gradients grow faster than block inputs are
-    freed."""
+    """GiB on one H100 with Wan TI2V-5B and a 27,900-token clip. Gradients grow faster than block inputs are freed."""
     values = dict(num_attention_heads=24, attention_head_dim=128, in_channels=48, out_channels=48, text_dim=4096)
     config = public_config(
         "wan", values | dict(freq_dim=256, ffn_dim=14336, num_layers=30, patch_size=[1, 2, 2]), (31, 60, 60)

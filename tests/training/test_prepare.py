@@ -18,7 +18,7 @@ from opendit.training import prepare as preparing
         ("cudnn", None, False, True, "cudnn"),
         ("cudnn", "efficient", False, True, "efficient"),  # as in the checkpoint
         ("cudnn", "math", False, True, "cudnn"),  # math does not run here, so a note is printed
-        ("cudnn", None, True, True, "flash"),  # cuDNN's gradients differ between runs in their last bits
+        ("cudnn", None, True, True, "flash"),  # cuDNN's gradients are not deterministic
         ("cudnn", "cudnn", True, True, "flash"),
         ("flash", "cudnn", True, True, "flash"),
         ("efficient", None, True, True, "efficient"),  # fp32

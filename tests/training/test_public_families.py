@@ -18,7 +18,7 @@ from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
 from train import EagerPasses
 
-# Width and height of each picture or clip, in units that are a family's smallest side, and that unit in pixels.
+# Height and width of each picture or clip in units, and the unit of a family in pixels.
 SIDES = [(4, 4), (2, 6), (3, 4), (4, 4), (6, 2), (2, 2), (3, 4), (2, 6)]
 UNITS = {"wan": 16, "ltx": 32}
 FRAMES = {"wan": 5, "ltx": 9}
@@ -29,8 +29,7 @@ WAYS = ["--tensor_parallel_size 2", "--sequence_parallel_size 2", "--pipeline_pa
 
 
 def flags_of(folder, name, outputs):
-    """Return the flags of a short run on buckets. Write the pipeline's folder and captioned media if they do not
-    exist."""
+    """Return the flags of a short run on buckets. Write the pipeline's folder, with media, if it is new."""
     unit, frames, random = UNITS.get(name, 16), FRAMES.get(name), np.random.default_rng(0)
     if not folder.exists():
         write_pipeline(folder, name)
@@ -76,7 +75,7 @@ def test_two_ranks_have_the_curve_of_one(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(set(TRANSFORMERS) - {"wan_i2v", "wan_i2v_a14b", "wan_ti2v", "wan_a14b"}))
 def test_losses_of_buckets_are_those_of_diffusers_network(name, tmp_path, monkeypatch, capsys):
-    """The learning rate is vanishing. Micro-batches of two samples have different shapes."""
+    """Steps with a vanishing learning rate. The micro-batches differ in shape."""
     monkeypatch.setenv(FOLDER, str(tmp_path / "sizes"))
     seen, true_losses = [], EagerPasses.losses
     monkeypatch.setattr(

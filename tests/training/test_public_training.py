@@ -1,5 +1,4 @@
-"""train.py on tiny public models of every family, from a pipeline's folder to a picture and to a folder that diffusers
-loads."""
+"""train.py on tiny public models, from a pipeline's folder to pictures and to a folder that diffusers loads."""
 
 import hashlib
 import json
@@ -427,8 +426,7 @@ def test_cuda_graphs_and_recomputed_blocks_on_a_cpu(folders, whole, tmp_path, ca
 
 
 def test_a_model_of_the_hub(folders, tmp_path, monkeypatch, capsys):
-    """A model is downloaded once, here by a stub. The run records its origin, and resuming needs neither hub nor
-    flag."""
+    """A stub downloads the model once. The run records its origin, and resuming needs neither hub nor flag."""
     commit, asked = "0123456789" * 4, []
     snapshot = tmp_path / "cache/models--some--Flux.1/snapshots" / commit
 
@@ -472,8 +470,7 @@ def test_a_model_of_the_hub(folders, tmp_path, monkeypatch, capsys):
 
 
 def test_encoders_that_stay_stand_in_the_estimate(folders, tmp_path, capsys):
-    """Captions encoded while training need T5 and CLIP in bf16 and the VAE in fp32. With cached latents only the VAE
-    is needed, to draw samples."""
+    """Uncached, the estimate has T5 and CLIP in bf16 and the VAE in fp32. Cached, only the VAE, for drawing samples."""
 
     def held(*more):
         flags = parse(TrainConfig, [*flags_of(folders, "flux"), *more])

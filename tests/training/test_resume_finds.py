@@ -236,7 +236,7 @@ def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
     ],
 )
 def test_latest_and_best_are_names_and_no_way_elsewhere(name, text, a_link, run):
-    """The links lead to an intact checkpoint of another run."""
+    """Several of these lead to an intact checkpoint of another run."""
     other = shutil.copytree(run, run.parent / "other", symlinks=True)
     link = run / "checkpoints" / name
     link.unlink(missing_ok=True)

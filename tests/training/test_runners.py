@@ -1,5 +1,4 @@
-"""Runners: the step that they make, and the bookkeeping of CUDA graphs with a fake recorder on a CPU. tests/gpu/ has
-tests with real graphs."""
+"""Runners: the step that they make, and the CUDA graphs with a fake recorder. tests/gpu/ tests real graphs."""
 
 import contextlib
 import weakref
@@ -109,8 +108,7 @@ def train(mesh, config, sizes: list[list[int]], recorder=None, graph: bool = Fal
 
 
 def both(mesh, config, sizes):
-    """Compare an eager run with a recorded one. Return whether they agree bit for bit, and the recordings and
-    replays."""
+    """Compare an eager run with a recorded one. Return whether they are equal, and both counts of the recorder."""
     plain, recorded = train(mesh, config, sizes), train(mesh, config, sizes, Recorder)
     same = torch.equal(plain[1], recorded[1]) and all(torch.equal(recorded[0][n], m) for n, m in plain[0].items())
     recorder = recorded[2]
@@ -136,8 +134,7 @@ def test_accumulation_and_other_shapes(world):
     sizes = [[2, 2, 2]] * 5 + [[3, 2, 2], [2, 3, 2], [2, 2, 2]]
     for same, recorded, replayed in run_ranks(world, both, LABELS, sizes):
         assert same and recorded == 2
-        # First micro-batches are replayed in steps 4, 5, 7 and 8. Others are recorded in step 4, and none is replayed
-        # after an eager first one.
+        # First micro-batches: steps 4, 5, 7, 8. Others: recorded in step 4, none after an eager first one.
         assert replayed == 4 + (2 + 2 + 1 + 2)
 
 

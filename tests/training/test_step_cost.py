@@ -37,8 +37,7 @@ def test_a_gather_takes_what_its_slowest_link_takes():
     free = replace(H200, latency=0, node_latency=0, gather=((2, 100.0), (4, 200.0)), node_link=30.0)
     alone, hidden = gather(1200, Span(4, 4), free)
     assert (alone.bytes, alone.seconds, hidden) == (900, 900 / 200, H200.overlap)
-    # With 2 machines of 2 ranks, the other machine's 600 bytes take 10 s over both ranks' links. Within a machine, 900
-    # bytes take 9 s.
+    # 2 machines of 2 ranks: 600 bytes take 10 s over both ranks' links. Within a machine, 900 bytes take 9 s.
     apart, hidden = gather(1200, Span(4, 2), free)
     assert (apart.bytes, apart.seconds, hidden) == (900, 600 / (2 * 30), H200.node_overlap)
     assert gather(1200, Span(1, 1), free)[0] == Traffic()
@@ -175,8 +174,7 @@ def test_bytes_of_divided_layers():
 
 
 def test_bytes_of_experts():
-    """Tokens go to the experts that chose them and back, in both passes. Experts that are divided among ranks are not
-    gathered."""
+    """Tokens go to the experts that chose them and back, in both passes. Divided experts are not gathered."""
     config = model_config("EC-DiT-1B/2", input_size=(32, 32), in_channels=4, num_classes=10)  # 256 tokens, C = 2
     how = dict(config=config, batch=3, world=8, plugin="fsdp", reshard="after_forward", keep_gradients=True)
     one, four, eight = (cost(expert_parallel=ranks, **how).traffic for ranks in (1, 4, 8))
@@ -189,8 +187,7 @@ def test_bytes_of_experts():
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
-    """With 1F1B the wait is (P - 1) / M of the slowest stage's work (Narayanan et al. 2021), and half with 2 stages a
-    rank."""
+    """With 1F1B: (P - 1) / M of the slowest stage's work (Narayanan et al. 2021). Half with 2 stages a rank."""
     how = dict(batch=2, world=2, pipeline_parallel=2)
     plain, interleaved = (cost(micro_batches=8, schedule=name, **how) for name in ("1f1b", "interleaved"))
     computing = plain.total - plain.work["bubble"] - plain.work["update"] - plain.traffic["stages"].exposed

@@ -93,9 +93,8 @@ def test_of_packs_how_often_samples_were_seen(tmp_path, capsys):
     folder = tmp_path / "000-DiT-Ti-2"
     folder.mkdir()
     assert "seen" not in say(spec(folder), capsys)
-    schedule = PackSchedule(
-        [4] * 6, 8, 2, 0
-    )  # steps of four samples; step 5 ends with sample 20, and there are 6 samples in all
+    # Steps of four samples; step 5 ends with sample 20, and there are 6 samples in all.
+    schedule = PackSchedule([4] * 6, 8, 2, 0)
     times = [sum((schedule.rows(step) for step in range(5)), []).count(row) for row in range(6)]
     said = say(spec(folder, schedule=schedule), capsys)
     parts = [f"{times.count(n)} seen {n} x" for n in sorted(set(times), reverse=True)]

@@ -1,5 +1,4 @@
-"""train.py --route: losses are the same on any number of ranks, a share of 0 means no route, and bad flags are
-refused."""
+"""train.py --route: losses are the same on any number of ranks, and a share of 0 means no route."""
 
 import pytest
 import torch

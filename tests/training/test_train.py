@@ -1,5 +1,4 @@
-"""train.py as users run it: losses match a plain loop, runs resume under other plugins and rank counts, and bad input
-is refused."""
+"""train.py as users run it: losses match a plain loop, runs resume on other rank counts, bad input is refused."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""train.py and sample.py with --objective flow: losses match a plain loop on two ranks, and checkpoints record the
-objective."""
+"""--objective flow in train.py and sample.py: losses match a plain loop, and checkpoints record the objective."""
 
 import json
 

@@ -134,9 +134,8 @@ def test_lora_of_each_is_merged_and_exported(root, tmp_path, capsys):
         where = ", load_into_transformer_2=True" if expert == "low" else ""
         assert capsys.readouterr().out.endswith(f"load_lora_weights('{tmp_path}/{expert}.safetensors'{where})\n")
     found = drawn(opendit.load(root / "wan", lora=argv))
-    files = [
-        tmp_path / f"{expert}.safetensors" for expert in ("low", "high")
-    ]  # the files say which network they are for
+    # The files say which network they are for.
+    files = [tmp_path / f"{expert}.safetensors" for expert in ("low", "high")]
     with safe_open(files[0], "pt") as opened:
         assert opened.metadata()["modelspec.architecture"] == "wan2.2/lora"
     assert near(drawn(opendit.load(root / "wan", lora=files)), found)
