@@ -1,4 +1,4 @@
-"""Animated GIF, WebP, APNG and AVIF as clips, composed as Pillow and FFmpeg compose them, wherever their files lie."""
+"""Animated GIF, WebP, APNG and AVIF are read as clips with the frames that Pillow and FFmpeg show."""
 
 import io
 import struct
@@ -32,7 +32,7 @@ KINDS = ["gif", "webp", "png", "apng", *(["avif"] if features.check("avif") else
 
 
 def frames_of(count=6, width=40, height=32, seed=0):
-    """Smooth colours, in which a box moves over transparent ones."""
+    """Return frames with smooth colours, transparent except for a moving box."""
     random = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width]
     found = []
@@ -53,7 +53,7 @@ def save(path, frames=None, duration=40, **options):
 
 
 def shown(path):
-    """All frames by Pillow, on white."""
+    """Return all frames on white, composed by Pillow."""
     found = []
     with Image.open(path) as image:
         for frame in ImageSequence.Iterator(image):
@@ -93,7 +93,7 @@ def test_frames_are_composed_as_shown(tmp_path, kind, disposal):
 
 @pytest.mark.parametrize("codec, ending", [("gif", "gif"), ("apng", "apng")])
 def test_frames_are_those_of_ffmpeg(tmp_path, codec, ending):
-    """Encoded by FFmpeg, which stores the parts that change, and decoded by it."""
+    """FFmpeg encodes the file, storing only the parts that change, and decodes it as the reference."""
     path, pictures = tmp_path / f"a.{ending}", [np.asarray(frame.convert("RGB")) for frame in frames_of(seed=3)]
     form = {"gif": "rgb8", "apng": "rgb24"}[codec]
     with av.open(str(path), "w", format=codec) as file:
@@ -149,7 +149,7 @@ def test_times_of_each_frame(tmp_path, kind):
     assert reader.durations.tolist() == pytest.approx([0.05, 0.05, 0.5, 0.03, 0.2, 1])
     assert reader.timeline().seconds.tolist() == pytest.approx([0, 0.05, 0.1, 0.6, 0.63, 0.83])
     medium, frames = open_clip(str(path))
-    assert (medium.frames, len(frames)) == (6, 3) and medium.fps == pytest.approx(20)  # the median distance
+    assert (medium.frames, len(frames)) == (6, 3) and medium.fps == pytest.approx(20)  # from the median distance
 
 
 def test_windows_by_time_take_the_frames_that_are_shown(tmp_path):
@@ -190,14 +190,14 @@ def test_profiles_and_turns_of_animations_are_those_of_pictures(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Animations and still pictures of every kind, and a CSV of them."""
+    """Write animations and still pictures of every kind, and a CSV of them."""
     for kind in KINDS:
         save(tmp_path / f"moving.{kind}")
         if kind != "apng":
             still = frames_of()[0].convert("RGB")
             still.save(tmp_path / f"still.{kind}")
     (tmp_path / "moving").write_bytes((tmp_path / "moving.gif").read_bytes())  # no suffix
-    save(tmp_path / "named.mp4".replace("mp4", "gif")).rename(tmp_path / "named.mp4")  # a wrong one
+    save(tmp_path / "named.mp4".replace("mp4", "gif")).rename(tmp_path / "named.mp4")  # a wrong suffix
     names = sorted(path.name for path in tmp_path.iterdir())
     (tmp_path / "all.csv").write_text("path,text\n" + "".join(f"{name},a {name}\n" for name in names))
     return tmp_path
@@ -309,7 +309,7 @@ def test_damaged_and_absurd_animations_are_bad_samples(tmp_path, monkeypatch):
     still.save(tmp_path / "still.png")
     with pytest.raises(BadSample, match="a still picture, not a clip"):
         read(tmp_path / "still.png", [0])
-    # A canvas of 65,535 x 65,535, of which the file has one pixel a frame.
+    # The canvas has 65,535 x 65,535 pixels, and the file one pixel a frame.
     bomb = bytearray(data)
     bomb[6:10] = struct.pack("<HH", 65535, 65535)
     (tmp_path / "bomb.gif").write_bytes(bomb)
@@ -342,7 +342,7 @@ def test_an_animation_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
         AnimationReader(str(path), 2**26)
     monkeypatch.setattr(video_files, "TIME_LIMIT", 60.0)
     reader = AnimationReader(str(path), 2**26)
-    clock = iter([0.0, *np.arange(50.0, 1000, 5)])  # when it is opened, and from then on
+    clock = iter([0.0, *np.arange(50.0, 1000, 5)])  # at opening, and at every later look
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with pytest.raises(BadSample, match="not read within 60 seconds"):
         reader.read([5])

@@ -1,4 +1,4 @@
-"""Several sources in one data set: what it reads, and what it refuses."""
+"""Blends of several sources: what they read, and what they refuse."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.data.shards.tars import captioned, picture, write_tar
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folders a (7 pictures of value 10), b (5 of 200) of cat and dog; c has a hound in place of a dog; d.csv."""
+    """Write folders a, b and c of one grey level each, with two classes, and d.csv. c has hounds instead of dogs."""
     root = tmp_path_factory.mktemp("blend")
     for name, names, count, value in (
         ("a", ("cat", "dog"), 7, 10),
@@ -52,7 +52,7 @@ def test_rows_are_those_of_the_sources(folder):
 
 @pytest.mark.parametrize("how", [{"bucket_tokens": 64}, {"pack_tokens": 64}, {}])
 def test_epochs_of_a_source_are_of_the_rows_that_are_left(tmp_path, how):
-    """Rows too small for buckets and packs, and rows held out, do not count in a pass."""
+    """A pass does not count rows that are held out or too small for buckets and packs."""
     for name, small in (("a", 6), ("b", 0)):
         for i in range(12):
             side = 2 if i < small else 32
@@ -66,7 +66,9 @@ def test_epochs_of_a_source_are_of_the_rows_that_are_left(tmp_path, how):
     sizes = left.describe().sources.sizes
     assert left.describe().sources.epoch == sizes[0] + 2 * sizes[1] and min(sizes) > 0
     schedule = build_schedule(left, 1, 1, 3, **how)
-    steps = 32 * left.describe().sources.epoch  # of one sample each; packs come in windows of 192, which 32 x 30 make
+    steps = (
+        32 * left.describe().sources.epoch
+    )  # one sample a step; windows of packs have 192 samples, so 32 x 30 fill five
     rows = [row for step in range(steps) for row in schedule.rows(step)]
     counts = np.bincount(rows, minlength=len(left))
     assert (set(counts[: sizes[0]]), set(counts[sizes[0] :])) == ({32}, {64})

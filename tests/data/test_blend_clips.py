@@ -1,4 +1,4 @@
-"""Blends of clips, and of cached latents: every sample is that of its source, and a batch has one shape."""
+"""Blends of clips and of cached latents: every sample is that of its source, and a batch has one shape."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def codec():
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory, codec):
-    """a.csv: 5 clips and 3 pictures; b.csv: 4 clips; latents of each in latents_a and latents_b."""
+    """Write a.csv with 5 clips and 3 pictures, b.csv with 4 clips, and the latents of each."""
     folder, random = tmp_path_factory.mktemp("blend"), np.random.default_rng(0)
     for name, clips, pictures in (("a", 5, 3), ("b", 4, 0)):
         lines = ["path,text"]
@@ -50,7 +50,8 @@ def sources(tmp_path_factory, codec):
 @pytest.mark.parametrize("names", [("a.csv", "b.csv"), ("latents_a", "latents_b")])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_are_those_of_their_source(sources, names, workers):
-    """Windows of clips are drawn alike, captions and their embeddings belong to the latents, a batch has one shape."""
+    """Clips have the same windows as in their source, latents have their captions and embeddings, and a batch has one
+    shape."""
     data = build_dataset(
         ",".join(f"{sources / name}:{weight}" for name, weight in zip(names, (3, 1), strict=True)), 16, seed=0, **VIDEO
     )
@@ -92,7 +93,7 @@ def test_latents_of_other_sizes_or_encoders_are_refused(sources, codec, tmp_path
 
 
 def test_tars_of_clips_alone_and_of_pictures_alone(sources, tmp_path):
-    """No set of them has two shapes; together they have."""
+    """Each set has one shape; together they have two."""
     for name, files in (("clips", sorted(sources.glob("b*.mp4"))), ("pictures", sorted(sources.glob("a*.png")))):
         (tmp_path / name).mkdir()
         members = [(f"{i}{file.suffix}", file.read_bytes()) for i, file in enumerate(files)]

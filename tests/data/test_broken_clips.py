@@ -87,7 +87,7 @@ def test_truncated_and_damaged_files(tmp_path):
             except BadSample as bad:
                 assert str(bad).startswith(f"{path}: ") and len(str(bad)) < len(str(path)) + 120
             assert time.monotonic() - begin < 10
-    data = encode(tmp_path / "whole.mp4", noise).read_bytes()  # its index stands at the end
+    data = encode(tmp_path / "whole.mp4", noise).read_bytes()  # its index is at the end
     (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
     assert reason(tmp_path / "cut.mp4") == "not a video that can be decoded"
     data = bytearray(encode(tmp_path / "whole.mp4", noise).read_bytes())
@@ -98,7 +98,7 @@ def test_truncated_and_damaged_files(tmp_path):
 
 def test_a_file_that_never_answers(tmp_path, monkeypatch):
     """Opening a pipe that nobody writes to blocks inside C code for ever, as a stalled disk does."""
-    choose_reader("pyav")  # which it remembers: what follows would look as if PyAV did not work
+    choose_reader("pyav")  # cache this check, which would fail below
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setitem(OPENERS, "pyav", lambda name, contents: open(tmp_path / "pipe", "rb"))
     path = encode(tmp_path / "stuck.mp4", grey(4))
@@ -142,7 +142,7 @@ def test_a_file_that_hung_once_fails_at_once_and_no_other_does(tmp_path, monkeyp
         assert numbers(read_clip(str(other), 2, 1, 16, start=0.0)) == [0, 1]
     assert len(asked) == 4
     asked[0].join(timeout=5)
-    assert not asked[0].is_alive()  # told to stop, it ends
+    assert not asked[0].is_alive()  # it ends when told to stop
 
 
 def test_reading_goes_on_in_a_forked_process(tmp_path):
@@ -153,12 +153,12 @@ def test_reading_goes_on_in_a_forked_process(tmp_path):
 
 
 def numbers_read(path: str) -> list[int]:
-    """In a process of its own: numbers come back through a pipe, a tensor through sockets between the two processes."""
+    """Return frame numbers, because a tensor would need sockets between the two processes."""
     return numbers(read_clip(path, 2, 1, 16, start=0.0, time_limit=20))
 
 
 def test_an_error_keeps_no_decoder(tmp_path):
-    """Collected in a process forked later, one would wait for its threads for ever."""
+    """A decoder that is garbage-collected in a process forked later would wait for its threads for ever."""
     path = encode(tmp_path / "short.mp4", grey(3))
     gc.collect()
     gc.disable()
@@ -172,7 +172,7 @@ def test_an_error_keeps_no_decoder(tmp_path):
 
 
 def test_a_file_that_can_not_be_opened_is_opened_once_until_it_changes(tmp_path, monkeypatch):
-    """Decoders keep memory of such files, and looking costs time."""
+    """Decoders leak memory on such files, and each attempt costs time."""
     opened, look_up = [], clips.look_up
 
     def count(path, **options):
@@ -210,7 +210,7 @@ def test_running_out_of_memory_is_no_bad_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("step", ["look_up", "open_container"])
 def test_a_file_that_asks_libav_for_too_much_is_a_bad_file(tmp_path, monkeypatch, step):
-    """Its error of an absurd size in a header is a MemoryError, too."""
+    """libav raises a MemoryError, too, for an absurd size in a header."""
     path = encode(tmp_path / "clip.avi", grey(8))
 
     def absurd(*_, **__):

@@ -1,5 +1,5 @@
-"""Cached latents of several shapes (``preprocess.py latents --bucket_tokens``): what they hold, and training from them
-as from the files."""
+"""Caches of several shapes (``preprocess.py latents --bucket_tokens``): their contents, and training as from the
+files."""
 
 import json
 from itertools import cycle
@@ -30,7 +30,7 @@ PATCH = {"flux": (2, 2), "wan": (1, 2, 2)}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder with two pipelines, and captioned media of several sizes and of one."""
+    """Write two pipelines, captioned media of several sizes, and captioned pictures of one size."""
     root, random = tmp_path_factory.mktemp("buckets"), np.random.default_rng(0)
     tables = {name: ["path,text"] for name in ("flux", "wan", "equal")}
     for number, picture, clip in zip(range(ROWS), cycle(PICTURES), cycle(CLIPS)):
@@ -69,7 +69,7 @@ def opened(path, name):
 
 
 def shaped(root, made, name):
-    """Return the files and the cache of a family at the shapes of its flags."""
+    """Return the files and the cache of a family, both with the shapes of the family's flags."""
     small, video = (16, False) if name == "flux" else (12, True)
     files = crop_media(
         opened(root / f"{name}.csv", name),

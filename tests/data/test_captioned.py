@@ -1,4 +1,4 @@
-"""CSVs of captioned pictures and clips, through data set, schedule and loader."""
+"""CSVs of captioned pictures and clips are read through data set, schedule and loader."""
 
 import os
 from pathlib import Path
@@ -30,7 +30,7 @@ CLIPS, PICTURES = 14, 11
 
 @pytest.fixture(scope="module")
 def csv(tmp_path_factory):
-    """Every third row a picture while they last, the rest clips; caption: the file's name."""
+    """Write clips and pictures that alternate until the pictures end. Captions contain the file's name."""
     folder = tmp_path_factory.mktemp("media")
     for i in range(CLIPS):
         encode(folder / f"clip{i}.mp4", grey(20 + i))
@@ -48,7 +48,7 @@ def video(csv, **options):
 
 
 def rewrite(csv, name, change):
-    """A copy of the CSV next to it, each line changed or, for None, left out."""
+    """Write a copy of the CSV with each line changed, or left out where ``change`` returns None."""
     lines = [change(line) for line in csv.read_text().splitlines()[1:]]
     (csv.parent / name).write_text("\n".join(line for line in lines if line is not None))
     return csv.parent / name
@@ -241,7 +241,7 @@ def test_data_path(csv):
 
 
 def test_any_number_of_ranks_sees_the_same_samples(csv):
-    """One global batch of 8 is the same for any ranks and micro-batches: rows, flips and windows."""
+    """A global batch of 8 has the same rows, flips and windows for any ranks and micro-batches."""
     data = video(csv, random_flip=True)
     seen = []
     for ranks, micro in ((1, 2), (2, 2), (4, 2), (1, 4), (1, 8), (2, 4), (2, 1), (4, 1), (8, 1)):
@@ -281,7 +281,7 @@ def test_workers_ranks_and_restarts_give_the_same_batches(csv):
 
     ranks = [collect(rank, 0) for rank in (0, 1)]
     shapes = [batch.x.shape for batch in ranks[0]]
-    assert shapes == [batch.x.shape for batch in ranks[1]]  # every rank is given the same shape
+    assert shapes == [batch.x.shape for batch in ranks[1]]  # all ranks have the same shape
     assert {tuple(shape) for shape in shapes} == {(2, 3, 1, 16, 16), (2, 3, 4, 16, 16)}
     for batch in ranks[0]:
         assert batch.text == tuple(data.caption(schedule.rows(batch.step)[i]) for i in batch.index)

@@ -1,4 +1,4 @@
-"""Folders of captioned pictures and clips: files beside them, metadata tables, and what is left out."""
+"""Folders of captioned pictures and clips: captions beside the files, metadata tables, and what is left out."""
 
 import csv as csv_module
 import importlib.util
@@ -69,7 +69,7 @@ def test_classes_stay_classes_unless_captions_lie_there(tmp_path):
     for name in ("cat/a.png", "dog/b.png"):
         picture(tmp_path / name)
     (tmp_path / "README.txt").write_text("of nothing")
-    (tmp_path / "metadata.csv").write_text("id,label\n1,2\n")  # somebody's own
+    (tmp_path / "metadata.csv").write_text("id,label\n1,2\n")  # an unrelated table
     (tmp_path / "cat" / "a.json").write_text('{"boxes": [1, 2]}')
     data = opened(tmp_path)
     assert isinstance(data, FolderDataset) and data.class_names == ["cat", "dog"]
@@ -130,7 +130,7 @@ def test_a_row_whose_file_is_missing(tmp_path):
     lines = [json.dumps({"file_name": name, "text": text}) for name, text in rows]
     (tmp_path / "pics" / "metadata.jsonl").write_text("\n".join(lines))
     data = opened(tmp_path / "pics")
-    assert [data.caption(row) for row in range(len(data))] == ["A", "C", "A again"]  # .. as in a CSV
+    assert [data.caption(row) for row in range(len(data))] == ["A", "C", "A again"]  # .. works, as in a CSV
     gone, bare = data.describe().notes
     assert gone.startswith("left out 1 captions of files that are missing: ") and "gone.png (No such file" in gone
     assert bare.startswith("left out 2 files without a caption: ") and "alone.png" in bare
@@ -186,8 +186,8 @@ def test_a_damaged_table_is_one_line_that_names_the_fix(tmp_path, content, says)
     assert str(caught.value).startswith("--data_path") and str(caught.value).isprintable()
 
 
-# Names of files that a table can hold: no separator, not read as a home or an address, and no blank at the ends, which
-# a CSV strips.
+# File names that a table can hold: without separators, not like a home folder or an address, and without blanks at the
+# ends, which a CSV strips.
 NAMES = st.text(
     st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp", "Zs"), blacklist_characters="/~\\:"), min_size=1
 )
@@ -244,7 +244,7 @@ def test_no_bytes_break_the_readers(tmp_path_factory, content):
 
 
 def imagefolder(folder):
-    """The imagefolder of Hugging Face datasets, by hand: {file: text} of metadata.jsonl or metadata.csv."""
+    """Return {file: text} of metadata.jsonl or metadata.csv, as the imagefolder of Hugging Face datasets reads it."""
     if (folder / "metadata.jsonl").exists():
         lines = (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]

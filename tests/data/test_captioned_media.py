@@ -1,4 +1,4 @@
-"""CSVs from folders, and their check: captions' sources, and every reason for which a row is dropped."""
+"""CSVs made from folders, and their check: the sources of captions, and every reason to drop a row."""
 
 import os
 import signal
@@ -79,7 +79,8 @@ def test_a_ucf101_tree(tmp_path, capsys):
 
 
 def test_captions_come_from_the_nearest_source(tmp_path):
-    """clip.txt before clip.json before the folder's name; an empty side-car is none; the root's name is none."""
+    """clip.txt comes before clip.json, and that before the folder's name. Empty side-cars and the root's name do not
+    count."""
     for name in ("both", "json", "text_key", "empty", "list", "plain", "broken", "latin"):
         clip(tmp_path / "red-panda_cub" / f"{name}.mp4", frames=1)
     picture(tmp_path / "deep" / "er" / "x.PNG")
@@ -129,7 +130,7 @@ def test_folders_without_media_or_captions(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """clips.csv with one row for every reason, three good ones and columns of its own."""
+    """Write clips.csv with three good rows, rows for every reason to drop one, and more columns."""
     root = tmp_path_factory.mktemp("check")
     clip(root / "good.mp4", frames=31)
     clip(root / "long.mp4", frames=60, height=64, width=64, fps=30)
@@ -167,7 +168,7 @@ def test_every_reason_is_counted_once(folder, tmp_path, capsys):
     out = capsys.readouterr().out
     lines = {line.split(":")[0].strip(): line for line in out.splitlines() if ": " in line}
     assert "kept 3 of 11 rows, dropped 8" in out
-    assert "kept, and enlarged by training at 64: 2 (" in out and "long.mp4: 64x64" not in out  # no reason to drop
+    assert "kept, and enlarged by training at 64: 2 (" in out and "long.mp4: 64x64" not in out  # no reason to drop it
     for reason, count, names in [
         ("missing", 1, ["gone.mp4"]),
         ("undecodable", 4, ["zero.mp4", "text.mp4", "broken.png", "cut.mp4"]),

@@ -1,4 +1,4 @@
-"""Clips: windows, resizing, and reading real encoded files, sound and broken."""
+"""Clips: windows, resizing, and reading real encoded files."""
 
 import struct
 from fractions import Fraction
@@ -15,7 +15,7 @@ from opendit.data.clips import clip_window, resize_and_crop
 
 
 def encode(path, frames, times=None, gop=10, codec="libx264", **options):
-    """An H.264 file of (T, H, W, 3) uint8 frames, 24 a second or at ``times`` in 24ths of a second."""
+    """Encode (T, H, W, 3) uint8 frames as H.264, at 24 a second or at ``times`` in 24ths of a second."""
     height, width = frames[0].shape[:2]
     with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream(codec, rate=24)
@@ -32,7 +32,7 @@ def encode(path, frames, times=None, gop=10, codec="libx264", **options):
 
 
 def grey(count, width=64, height=48):
-    """Frame i is grey of level 5 i."""
+    """Return frames, where frame i is grey of level 5 i."""
     return [np.full((height, width, 3), 5 * i, dtype=np.uint8) for i in range(count)]
 
 
@@ -48,7 +48,7 @@ def numbers(clip):
 
 
 def quadrants(width, height):
-    """Four corners of different brightness: 250 160 / 80 0."""
+    """Return a frame with four corners of different brightness: 250 160 / 80 0."""
     frame = np.zeros((height, width, 3), dtype=np.uint8)
     frame[: height // 2, : width // 2], frame[: height // 2, width // 2 :] = 250, 160
     frame[height // 2 :, : width // 2] = 80
@@ -62,7 +62,7 @@ def corners(clip):
 
 
 def rotate(source, target, degrees):
-    """The same file with a display matrix, as telephones write it: turn ``degrees`` clockwise to show."""
+    """Copy a file with a display matrix, as phones write it, that turns the clip ``degrees`` clockwise."""
     data = bytearray(source.read_bytes())
     at = data.index(b"tkhd") + 4 + 40
     a, b, c, d = {90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}[degrees]
@@ -112,13 +112,13 @@ def test_crop_keeps_the_centre_and_the_scale(width, height, size):
     out = resize_and_crop(torch.stack((x, y, x), -1)[None].round().to(torch.uint8), size)
     assert out.shape == (3, 1, size, size) and out.dtype == torch.float32 and out.is_contiguous()
     assert out.min() >= -1 and out.max() <= 1
-    step = min(width, height) / size  # source pixels an output pixel
+    step = min(width, height) / size  # source pixels per output pixel
     middle = slice(size // 4, size - size // 4)  # away from the border, where bicubic has no neighbours
     place = (torch.arange(size)[middle] + 0.5 - size / 2) * step
     expected_x = (width / 2 + place) / width * 255
     expected_y = (height / 2 + place) / height * 255
     shown = (out + 1) * 127.5
-    # Half a source pixel where the square can't be centred, rounding to 8 bits twice.
+    # The tolerance is half a source pixel, since the square can't always be centred, and two roundings to 8 bits.
     assert (shown[0, 0, size // 2, middle] - expected_x).abs().max() < 0.5 * 255 / width + 2.1
     assert (shown[1, 0, middle, size // 2] - expected_y).abs().max() < 0.5 * 255 / height + 2.1
 
@@ -164,7 +164,7 @@ def test_frames_go_by_number_at_a_variable_rate_and_in_other_containers(tmp_path
     ("degrees", "expected"), [(90, [80, 250, 0, 160]), (180, [0, 80, 160, 250]), (270, [160, 0, 250, 80])]
 )
 def test_clips_are_upright(tmp_path, width, height, degrees, expected):
-    """Narrow frames too, whose rows are padded."""
+    """Narrow frames are included because their rows are padded."""
     path = encode(tmp_path / "plain.mp4", [quadrants(width, height)] * 3)
     assert np.allclose(corners(read_clip(str(path), 2, 1, 32, start=None)), [250, 160, 80, 0], atol=4)
     turned = rotate(path, tmp_path / "turned.mp4", degrees)
@@ -185,7 +185,7 @@ def test_odd_sizes(tmp_path, width, height):
 
 
 def test_containers_are_known_without_their_suffix(tmp_path):
-    """A transport stream is told from the rest by its contents."""
+    """Containers, such as a transport stream, are recognised by their contents."""
     for ending in ("mp4", "mkv", "ts"):
         path = encode(tmp_path / f"clip.{ending}", grey(40), gop=7).rename(tmp_path / f"{ending}-clip")
         assert numbers(read_clip(str(path), 4, 5, 16, start=0.0)) == [0, 5, 10, 15]

@@ -1,4 +1,4 @@
-"""Clips whose files say what is not true, or what a decoder should not follow."""
+"""Untrusted clips: files that declare false sizes, or that refer to other files."""
 
 import os
 import struct
@@ -17,7 +17,7 @@ from tests.data.test_clips import encode, grey, numbers, read_clip
 
 
 def table(path, target, box, at, value, kind=">I"):
-    """A copy of a file with a number at a place in one of its boxes changed."""
+    """Copy a file with one number in one of its boxes changed."""
     data = bytearray(path.read_bytes())
     begin = data.rindex(box) + 4 + at
     struct.pack_into(kind, data, begin, value)
@@ -33,7 +33,7 @@ def table(path, target, box, at, value, kind=">I"):
         (b"stco", 4, 2**30, "its table stco declares more entries than it holds"),
         (b"stts", 8, 2**32 - 1, "declares 4,294,967,295 samples, more than its "),  # used to end the process
         (b"stsz", 8, 50_000_000, "declares 50,000,000 samples, more than its "),  # used to take 3.5 GB
-        (b"stts", 12, 2**31 - 1, "too short: 1 frame"),  # the edit list ends before the second
+        (b"stts", 12, 2**31 - 1, "too short: 1 frame"),  # the edit list ends before the second frame
     ],
 )
 def test_tables_of_more_frames_than_bytes(tmp_path, box, at, value, says):
@@ -49,20 +49,20 @@ def test_fragments_of_more_frames_than_bytes(tmp_path):
     assert numbers(read_clip(str(path), 4, 1, 16, start=0.0)) == [0, 1, 2, 3]
     bomb = table(path, tmp_path / "bomb.mp4", b"trun", 4, 2**31)
     assert reason(bomb) == "its table trun declares more entries than it holds"
-    table(bomb, bomb, b"trun", 0, 0)  # without fields of their own they take no room
+    table(bomb, bomb, b"trun", 0, 0)  # entries without fields take no room
     assert reason(bomb).startswith("declares 2,147,483,6")
 
 
 @pytest.mark.parametrize("reader", ["auto", "pyav"])
 def test_a_damaged_time_of_a_fragment(tmp_path, reader):
-    """FFmpeg takes memory for it, and then the process may end."""
+    """FFmpeg would allocate memory for the time, and the process could crash."""
     path = encode(tmp_path / "clip.mp4", grey(30), movflags="frag_keyframe+empty_moov")
     late = table(path, tmp_path / "late.mp4", b"tfdt", 4, 2**40, ">Q")
     assert numbers(read_clip(str(late), 4, 1, 16, start=0.0, reader=reader)) == [0, 1, 2, 3]
 
 
 def test_fragments_of_more_frames_than_bytes_in_all(tmp_path):
-    """Each alone has fewer."""
+    """Each fragment alone is within the limit."""
     whole = encode(tmp_path / "clip.mp4", grey(30), movflags="frag_keyframe+empty_moov").read_bytes()
     at = whole.index(b"moof") - 4
     fragment = bytearray(whole[at : at + struct.unpack_from(">I", whole, at)[0]])
@@ -139,12 +139,12 @@ def test_sizes_that_a_header_declares_are_not_believed(tmp_path):
 
 def test_large_frames_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(clips, "MAX_FRAME_PIXELS", 64 * 48 - 1)
-    for ending in ("mp4", "avi"):  # of each decoder
+    for ending in ("mp4", "avi"):  # for each decoder
         path = encode(tmp_path / f"large.{ending}", grey(3))
         assert reason(path) == "frames of 64 x 48 pixels, more than 3,071"
 
 
-@pytest.mark.parametrize("ending", ["mp4", "avi"])  # of each decoder
+@pytest.mark.parametrize("ending", ["mp4", "avi"])  # for each decoder
 @pytest.mark.parametrize("window", [1, 3 * 64 * 48 * 3, 3 * 64 * 48 * 5])
 def test_a_window_larger_than_memory_is_resized_piece_by_piece(tmp_path, monkeypatch, ending, window):
     noise = np.random.default_rng(0).integers(0, 256, (12, 48, 64, 3), dtype=np.uint8)
@@ -158,7 +158,7 @@ def test_a_window_larger_than_memory_is_resized_piece_by_piece(tmp_path, monkeyp
 
 
 def test_playlists_and_descriptions_open_nothing_else(tmp_path):
-    """FFmpeg tells a file by its contents, and some kinds are lists of other files and addresses."""
+    """FFmpeg recognises files by their contents, and some formats list other files and addresses."""
     encode(tmp_path / "other.mp4", grey(30))
     texts = {
         "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nother.mp4\n#EXT-X-ENDLIST\n",
@@ -171,7 +171,7 @@ def test_playlists_and_descriptions_open_nothing_else(tmp_path):
         assert reason(tmp_path / f"{name}.mp4") == "not a video that can be decoded"
 
 
-@pytest.mark.parametrize("ending", [b"mp4", b"avi"])  # of each decoder
+@pytest.mark.parametrize("ending", [b"mp4", b"avi"])  # for each decoder
 def test_names_that_ffmpeg_takes_for_addresses_or_that_are_not_utf8(tmp_path, monkeypatch, ending):
     path = encode(tmp_path / f"clip.{ending.decode()}", grey(5))
     monkeypatch.chdir(tmp_path)

@@ -51,7 +51,7 @@ def nits_to_pq(nits):
 
 
 def hlg_to_nits(signal):
-    """(..., 3) signals on a display of 1,000 nits."""
+    """Return nits for (..., 3) signals on a display of 1,000 nits."""
     a = 0.17883277
     b, c = 1 - 4 * a, 0.5 - a * np.log(4 * a)
     scene = np.where(signal <= 0.5, signal**2 / 3, (np.exp((signal - c) / a) + b) / 12)
@@ -60,7 +60,7 @@ def hlg_to_nits(signal):
 
 
 def tone_mapped(nits, encode):
-    """(..., 3) of BT.2020 in nits -> levels of 255 before they are rounded."""
+    """Return the levels of 255, before rounding, for (..., 3) light of BT.2020 in nits."""
     light = np.maximum((nits / 203) @ TO_709.T, 0)
     t, most = (light - 0.9) / 0.1, (10000 / 203 - 0.9) / 0.1
     light = np.where(light <= 0.9, light, 0.9 + 0.1 * t * (1 + t / most**2) / (1 + t))
@@ -82,7 +82,8 @@ def test_every_colour_follows_the_standards(colour, transfer):
     to_nits = pq_to_nits if transfer == PQ else hlg_to_nits
     for conversion, encode in ((colours.of_clip(9, transfer), bt1886), (colours.of_picture(9, transfer), srgb)):
         wanted = tone_mapped(to_nits(pixels / 65535), encode)
-        # Half a level of rounding; near black, where a power is steep, float32 has too few digits.
+        # The tolerance is half a level of rounding plus the error of float32. Near black, where the power is steep,
+        # float32 is too coarse.
         assert np.abs(conversion(pixels).astype(float) - wanted)[wanted > 30].max(initial=0) <= 0.75
 
 
@@ -91,7 +92,7 @@ def test_greys_keep_their_order_and_white_is_nearly_white(transfer):
     greys = np.repeat(np.arange(65536, dtype=np.uint16)[None, :, None], 3, 2)
     out = colours.of_clip(9, transfer)(greys)[0]
     assert (np.diff(out[:, 0].astype(int)) >= 0).all()
-    differ = np.ptp(out.astype(int), axis=1)  # where a level ends, float32 may fall on either side
+    differ = np.ptp(out.astype(int), axis=1)  # at the border between two levels, float32 may fall on either side
     assert differ.max() <= 1 and (differ > 0).mean() < 0.002
     nits = (pq_to_nits if transfer == PQ else hlg_to_nits)(greys[0] / 65535)[:, 0]
     assert out[0, 0] == 0 and out[-1, 0] == 255
@@ -121,7 +122,7 @@ def test_primaries_that_span_no_colours_are_refused():
 
 
 def encode(path, planes, pix_fmt, *, codec="libx264", colours_=(1, 1, 1), options=None, count=6, full=False):
-    """The same frame, given as planes of numbers, ``count`` times. colours_: primaries, transfer, matrix."""
+    """Encode the planes of one frame ``count`` times. colours_: primaries, transfer, matrix."""
     height, width = planes[0].shape
     with av.open(str(path), "w") as file:
         stream = file.add_stream(codec, rate=24, options=options or {})
@@ -143,7 +144,7 @@ def encode(path, planes, pix_fmt, *, codec="libx264", colours_=(1, 1, 1), option
 
 
 def grey_planes(signal, bits, height=64):
-    """(W,) signals in [0, 1] as planes of 4:2:0 in limited range."""
+    """Return planes of 4:2:0 in limited range for (W,) signals in [0, 1]."""
     scale = 2 ** (bits - 8)
     dtype = np.uint8 if bits == 8 else np.uint16
     luma = np.tile(np.round((16 + 219 * signal) * scale).astype(dtype), (height, 1))
@@ -182,7 +183,7 @@ def test_a_ramp_of_sdr_comes_back_from_hdr(tmp_path, reader, transfer, codec, en
     assert found.shape == (2, 64, 96, 3)
     assert np.array_equal(found, read(path, "pyav"))
     dim = ramp < 0.95
-    # A step of the 8 or 10 bits of the file, and one level.
+    # The tolerance is a step of the file's 8 or 10 bits, and one level.
     assert np.abs(found[0, 30, dim, 1] - 255 * ramp[dim]).max() <= (4 if bits == 8 else 1.6)
     assert (found[0, 30] >= 249).all(1).any() and found[0, 30, -1, 0] in (249, 250, 251)
 
@@ -190,7 +191,7 @@ def test_a_ramp_of_sdr_comes_back_from_hdr(tmp_path, reader, transfer, codec, en
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("transfer", [PQ, HLG])
 def test_colours_of_clips_follow_the_standards(tmp_path, reader, transfer, full):
-    """Signals of BT.2020, taken to 10 bits by its equations in float64."""
+    """Convert signals of BT.2020 to 10 bits by its equations in float64."""
     signal = np.random.default_rng(transfer).uniform(0, 0.7, (32, 48, 3))
     y = signal @ [0.2627, 0.6780, 0.0593]
     cb, cr = (signal[..., 2] - y) / (2 * (1 - 0.0593)), (signal[..., 0] - y) / (2 * (1 - 0.2627))
@@ -222,11 +223,11 @@ def test_hdr_is_found_by_the_stream_where_the_container_says_nothing(tmp_path, r
     data = path.read_bytes()
     assert b"colr" in data
     path.write_bytes(data.replace(b"colr", b"free"))
-    assert read(path, reader)[0, 30, 64, 0] > 180  # and not the number in the file, which is near 128
+    assert read(path, reader)[0, 30, 64, 0] > 180  # the number in the file is near 128
 
 
 def test_what_other_readers_would_show_otherwise_is_left_to_pyav(tmp_path):
-    """Also where torchcodec, which would, is not installed."""
+    """This also holds where torchcodec, which would show them otherwise, is not installed."""
     ramp, high = np.linspace(0, 0.7, 96), np.linspace(0, 0.7, 1280)
     for signal, tags, converted in (
         (ramp, (9, PQ, 9), True),
@@ -245,7 +246,7 @@ RED = (98, 107, 210)  # Y, Cb, Cr
 
 
 def exact(matrix, depth=8):
-    """RED to RGB by BT.709's or BT.601's equations."""
+    """Return RED in RGB by the equations of the matrix's standard."""
     kr, kb = {1: (0.2126, 0.0722), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}[matrix]
     y, cb, cr = (RED[0] - 16) / 219, (RED[1] - 128) / 224, (RED[2] - 128) / 224
     r, b = y + 2 * (1 - kr) * cr, y + 2 * (1 - kb) * cb
@@ -291,7 +292,7 @@ def test_colours_that_nothing_converts_are_named(tmp_path):
 def test_dolby_vision_without_another_form_is_named(tmp_path):
     path = encode(tmp_path / "clip.mp4", grey_planes(np.linspace(0, 1, 96), 8), "yuv420p", colours_=(2, 2, 2))
     data, at = path.read_bytes(), path.read_bytes().index(b"avcC")
-    # The box that is after the description's own becomes Dolby's, of the same length.
+    # Replace the box after avcC by a box of Dolby Vision with the same length.
     end = at - 4 + struct.unpack_from(">I", data, at - 4)[0]
     for profile, compatible, refused in ((5, 0, True), (8, 4, False), (8, 1, False)):
         box = struct.pack(">5B", 1, 0, profile << 1, 0, compatible << 4)
@@ -333,7 +334,7 @@ def test_check_and_look_count_what_is_converted(tmp_path, capsys):
 
 
 def moving_alpha(count=5, height=48, width=96):
-    """(T, H, W, 4): smooth colours, whose alpha goes from 0 to 255."""
+    """Return (T, H, W, 4) smooth colours whose alpha goes from 0 to 255."""
     y, x = np.mgrid[:height, :width]
     frames = [
         np.stack([x * 2, y * 4, 255 - x * 2, np.roll(x * 255 // (width - 1), 9 * t, 1)], -1) for t in range(count)
@@ -342,7 +343,7 @@ def moving_alpha(count=5, height=48, width=96):
 
 
 def on_white(rgba):
-    """(..., 4) -> (..., 3) in float64."""
+    """Blend (..., 4) onto white, as (..., 3) in float64."""
     alpha = rgba[..., 3:].astype(float) / 255
     return rgba[..., :3] * alpha + 255 * (1 - alpha)
 
@@ -378,7 +379,7 @@ def test_transparent_clips_lie_on_white(tmp_path, reader, codec, pix_fmt, ending
     lossy = codec in ("libvpx", "libvpx-vp9", "prores") or pix_fmt.startswith("yuva")
     error = np.abs(found - on_white(pictures[[1, 3]]))
     assert error.mean() < (4 if lossy else 0.51) and (lossy or error.max() <= 1)
-    # On black, or with the colours alone, it would be far off.
+    # The colours without their alpha would be far off.
     assert np.abs(found - pictures[[1, 3], ..., :3].astype(float)).mean() > 30
 
 
@@ -404,7 +405,7 @@ def chunk(kind, data):
 
 
 def with_chunk(path, pixels, *chunks):
-    """A PNG with chunks before its pixels."""
+    """Write a PNG with chunks before its pixels."""
     Image.fromarray(pixels).save(path)
     data = path.read_bytes()
     at = data.index(b"IDAT") - 4

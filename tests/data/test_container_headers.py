@@ -1,4 +1,4 @@
-"""Headers of sound files are accepted, and those of damaged files raise nothing."""
+"""Headers of intact files are accepted, and those of damaged files raise no exception."""
 
 from pathlib import Path
 

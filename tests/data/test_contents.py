@@ -1,4 +1,4 @@
-"""Hashes of files by their contents."""
+"""Hashes of file contents."""
 
 import os
 

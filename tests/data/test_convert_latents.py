@@ -1,4 +1,4 @@
-"""Latents in safetensors files, as versions before tars wrote them, are converted by preprocess.py shards.
+"""Test that preprocess.py shards converts latents in safetensors files, as versions before tars wrote them.
 
 ``tests/test_formats.py`` converts caches that such a version wrote.
 """
@@ -62,7 +62,7 @@ def as_files(tars, output, sizes=(1, 4)):
 
 @pytest.fixture(params=["pictures", "clips"])
 def old(request, tmp_path, pictures, codec, csv, clip_codec):  # noqa: F811
-    """(tars, the same latents in files, how they are opened)."""
+    """Return (tars, the same latents in files, options to open them)."""
     if request.param == "pictures":
         make(pictures, codec, tmp_path / "made")
     else:

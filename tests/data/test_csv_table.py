@@ -108,7 +108,7 @@ def test_what_is_written_is_read(tmp_path, values):
 
 @pytest.fixture
 def media(tmp_path):
-    """A folder with a clip, pictures and one file without a suffix: only their names count here."""
+    """Create empty files: a clip, pictures and one file without a suffix."""
     for name in ("a.mp4", "b.png", "c.png", "plain"):
         (tmp_path / name).touch()
     return tmp_path
@@ -178,7 +178,7 @@ def test_what_is_clearly_meant_is_taken(media, content):
 
 
 def test_rows_that_only_look_odd_are_taken(media):
-    """Captions and names of files may hold what is a mistake elsewhere, where the files are there."""
+    """Captions and names of existing files may look like mistakes."""
     names = ["a;b.mp4", "x.mp4;y.mp4", "path", "a cat"]
     for name in names:
         (media / name).touch()

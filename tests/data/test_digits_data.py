@@ -33,7 +33,7 @@ def test_native_size_is_untouched_and_never_mirrored():
     for row in (0, 700, len(data) - 1):
         item = data[SampleKey(row, 5, 9)]
         assert torch.equal(item.x, images[row]) and item.y == int(labels[row]) and item.skipped == ()
-    data[SampleKey(0, 0, 0)].x.zero_()  # what the caller does to an item must not reach the data
+    data[SampleKey(0, 0, 0)].x.zero_()  # changing an item must not change the data set
     assert torch.equal(data[SampleKey(0, 0, 0)].x, images[0])
 
 

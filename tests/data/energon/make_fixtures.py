@@ -155,7 +155,8 @@ splits:
 
 
 def seen_by_energon() -> dict:
-    """Read with Energon: {name: {split: [{share, samples: [[key, SHA-256 of the pixels, caption or class]]}]}}."""
+    """Return what Energon reads: {name: {split: [{share, samples: [[key, SHA-256 of the pixels, caption or
+    class]]}]}}."""
     from megatron.energon import WorkerConfig, get_loader
     from megatron.energon.dataset_config import get_dataset_from_config
     from megatron.energon.epathlib import EPath

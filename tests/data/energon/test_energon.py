@@ -1,4 +1,4 @@
-"""Folders that Energon prepared, against what Energon itself read of them (see make_fixtures.py)."""
+"""Folders that Energon prepared give the samples that Energon itself reads, as recorded by make_fixtures.py."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from tests.encoders.test_vae import small_vae
 
 PREPARED = Path(__file__).parent / "prepared"
 EXPECTED = json.loads((PREPARED / "expected.json").read_text())
-SPLITS = {"train": "train", "val": "test"}  # Energon's name and this project's
+SPLITS = {"train": "train", "val": "test"}  # Energon's name -> this project's name
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def seen(data) -> list:
-    """[key, SHA-256 of the pixels, caption or class] of every sample."""
+    """Return [key, SHA-256 of the pixels, caption or class] for every sample."""
     out = []
     for row in range(len(data)):
         x = ((data.read(row).x + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
@@ -65,7 +65,7 @@ def test_samples_are_those_that_energon_reads(name, split):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of all of them."""
+    """Return a copy of all prepared sets."""
     return Path(shutil.copytree(PREPARED, tmp_path / "sets"))
 
 
@@ -84,13 +84,13 @@ def test_indexes_are_made_once_and_those_beside_the_tars_are_taken(folder, tmp_p
     assert "16 samples (16 pictures with captions) in 4 tars" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "cache")
     second = opened(folder / "captions")
-    assert not (tmp_path / "cache" / "energon").exists()  # not needed
-    assert seen_first == seen(second) and second.fingerprint().checksums.files  # these have checksums
+    assert not (tmp_path / "cache" / "energon").exists()  # the indexes beside the tars are used
+    assert seen_first == seen(second) and second.fingerprint().checksums.files  # indexes beside the tars have checksums
     (folder / "classes" / "class_names.json").write_text('["a", "b", "c", "d"]')
     data = opened(folder / "classes")
     assert data.class_names == ["a", "b", "c", "d"] and data.random_flip
     meta = folder / "captions" / ".nv-meta" / "dataset.yaml"
-    meta.write_text(meta.read_text().replace("image: jpg,png", "image: mask.png"))  # other fields, other indexes
+    meta.write_text(meta.read_text().replace("image: jpg,png", "image: mask.png"))  # other fields need other indexes
     assert seen(opened(folder / "captions"))[0][1] != seen_first[0][1]
 
 
@@ -209,7 +209,7 @@ def test_captions_that_can_t_be_read_end_neither_a_start_nor_a_cache(folder, coo
 
 
 def test_index_and_look_take_a_cooker(folder, cookers, capsys):
-    """The indexes are those that training with it reads, and not those of the field map."""
+    """The indexes are those that training with the cooker reads, not those of the field map."""
     how = ["--energon_cooker", f"{cookers}:upper"]
     assert preprocess.main(["index", str(folder / "crude"), "--num_workers", "1", *how]) == 0
     made = {path: path.stat().st_mtime_ns for path in (folder / "crude").glob("*.index")}
@@ -287,7 +287,7 @@ def test_missing_files_are_named(folder, tmp_path, monkeypatch):
 
 
 def test_a_held_out_split(folder):
-    assert len(opened(folder / "classes", split="test")) == 4  # val
+    assert len(opened(folder / "classes", split="test")) == 4  # Energon calls it val
     edit(folder / "classes" / ".nv-meta" / "split.yaml", "val:\n  - 3.tar", "val: []")
     assert seen(opened(folder / "classes", split="test")) == EXPECTED["classes"]["test"][0]["samples"]
     with pytest.raises(NoSplit, match="has no split val or test"):
@@ -366,7 +366,7 @@ def test_braces_that_do_not_match_or_name_too_many(pattern):
 
 
 def test_a_subset_of_a_subset_is_a_part_of_it():
-    """Nest fractions, and a fraction of a counted range, in data sets of 20 to 1,000 samples."""
+    """Fractions can be nested and can be applied to a range of rows."""
     assert Subset(0.25, 0.75).within(Subset(0.5, 1.0)).of(100) == (50, 75)
     assert Subset(0.25, 0.75).within(Subset(0.25, 0.5)).of(1000) == (375, 500)
     assert Subset(0, 1, 10, 30).within(Subset(0.9, 1.0)).of(100) == (28, 30)
@@ -376,7 +376,7 @@ def test_a_subset_of_a_subset_is_a_part_of_it():
 @settings(deadline=None)
 @given(st.data())
 def test_rows_of_a_tar_within_a_range_and_without_keys(data):
-    """Samples are counted with those that the index leaves out; keys at the ends of the range are left out too."""
+    """The range also counts the samples that the index leaves out."""
     count = data.draw(st.integers(1, 12))
     numbers = np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
     first, last = data.draw(st.integers(-3, 14)), data.draw(st.integers(-3, 14))

@@ -1,4 +1,4 @@
-"""Prepared folders, metadatasets and blends that a stranger made to take all time or memory: one line, soon."""
+"""Prepared folders, metadatasets and blends made to exhaust time or memory are refused quickly, in one line."""
 
 import json
 import os
@@ -224,7 +224,7 @@ def test_blends(tmp_path, content, says):
     [".nv-meta/.info.json", ".nv-meta/split.yaml", ".nv-meta/dataset.yaml", "parts/00.tar", "parts/00.tar.index"],
 )
 def test_what_is_no_file(folder, name, kind, monkeypatch):
-    monkeypatch.chdir(folder / "captions")  # a socket's path may not be long
+    monkeypatch.chdir(folder / "captions")  # a socket's path must be short
     path = folder / "captions" / name
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -235,7 +235,7 @@ def test_what_is_no_file(folder, name, kind, monkeypatch):
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    if name.endswith(".index"):  # one of another program's, which is passed over
+    if name.endswith(".index"):  # an index of another program that can't be read is ignored
         assert len(build_dataset(str(folder / "captions"), 8, seed=0)) == 5
         return
     refused(folder / "captions", f"{name} is no regular file")

@@ -1,4 +1,4 @@
-"""Several sources in one order: shares, epochs and restarts, by counting what is drawn."""
+"""Blends draw every source at its share and in its own epochs, also after restarts."""
 
 from fractions import Fraction
 
@@ -22,7 +22,7 @@ def drawn(schedule, steps):
 
 
 def check_epochs(rows, members):
-    """The rows of a pool, in the order drawn, are permutation after permutation of its members."""
+    """Check that a pool's rows are drawn in one permutation of its members after another, and return their number."""
     of_pool = rows[np.isin(rows, members)]
     for first in range(0, len(of_pool), len(members)):
         part = of_pool[first : first + len(members)]
@@ -71,7 +71,7 @@ def test_weights_change_at_their_step_and_epochs_go_on():
 
 
 def test_epochs_of_each_source_are_exact():
-    """3, 1 and 2 passes over sources of 35, 400 and 97 rows, and nothing else, in one pass over the blend."""
+    """One pass over the blend has exactly 3, 1 and 2 passes over sources with 35, 400 and 97 rows."""
     sizes, epochs = [35, 400, 97], [3, 1, 2]
     weights = [size * count for size, count in zip(sizes, epochs, strict=True)]
     schedule = BlendSchedule(sources_of(sizes, (0, weights), epoch=sum(weights)), 1, 1, 3)
@@ -84,8 +84,8 @@ def test_epochs_of_each_source_are_exact():
 @settings(deadline=None, max_examples=5)
 @given(st.integers(0, 2**40), st.integers(1, 6), st.integers(1, 3))
 def test_shapes_and_sources(seed, part, micro):
-    """A micro-batch has one shape and may have several sources; the shares hold, and every shape's rows of every source
-    come in permutations."""
+    """A micro-batch has one shape, though its rows may come from several sources. The shares hold, and the rows with
+    the same shape and source come in permutations."""
     sizes, keys = [60, 45, 20], np.array(([0, 0, 1] * 20) + [1] * 45 + [0, 5] * 10, dtype=np.uint8)
     schedule = BlendSchedule(sources_of(sizes, (0, (5, 3, 2)), (40, (1, 1, 1))), part * micro, micro, seed, keys)
     assert schedule.micro_batches == micro
@@ -108,7 +108,7 @@ def test_shapes_and_sources(seed, part, micro):
 @settings(deadline=None, max_examples=6)
 @given(st.lists(st.integers(0, 60), min_size=3, max_size=3), WEIGHTS, st.integers(0, 2**40), st.booleans())
 def test_any_world_and_any_restart_give_one_sequence(restarts, weights, seed, shaped):
-    """24 samples a step on 8, 6, 3 ranks and 1, changed at random steps."""
+    """Read 24 samples a step with 8, 6, 3 and 1 ranks, changing at random steps."""
     sizes = [61, 17, 40]
     keys = (np.arange(118) % 3 % 2).astype(np.uint8) if shaped else None
     stages = (0, weights[:3]), (30, weights[2:])
@@ -126,7 +126,8 @@ def test_any_world_and_any_restart_give_one_sequence(restarts, weights, seed, sh
 
 
 def test_many_samples_on_paper():
-    """Two sources, the second of two shapes, drawn 7 to 3: shares, and each row as often as its neighbours."""
+    """Two sources are drawn 7 to 3, and the second has two shapes. The shares hold, and rows with the same source and
+    shape differ by at most one draw."""
     sizes, keys = (
         [90_001, 30_011],
         np.concatenate([np.zeros(90_001, np.uint8), np.arange(30_011, dtype=np.int64) % 7 == 0]),

@@ -1,4 +1,4 @@
-"""Buckets: shapes within a budget of tokens, the one of least crop, lots of a shape, nothing dropped."""
+"""Buckets: shapes within a budget of tokens, the shape with the least crop, and lots that drop no row."""
 
 from collections import Counter
 from fractions import Fraction
@@ -29,7 +29,7 @@ def test_shapes_are_whole_tokens_within_the_budget(token, sides, length, budget,
         assert (down * token.side[0], across * token.side[1]) == (height, width)
         assert down * across * token.length(count) == tokens and height * width <= size**2 / 2**level
         assert max(height / width, width / height) <= LONGEST and 0 <= level < LEVELS
-        if count > 1:  # a clip fills its tokens to the last frame, and no clip is longer than asked for
+        if count > 1:  # the frames of a clip fill its tokens, and no clip is longer than the limit
             assert token.clip_frames(token.length(count)) == count <= frames
     if budget >= length:
         assert frames == 1 or [frames, size, size] in table.shapes.tolist()
@@ -48,8 +48,8 @@ def test_a_square_that_is_over_the_budget():
     st.integers(256, 3000),
 )
 def test_the_shape_is_the_best_of_those_allowed(sizes, interval, upscale, budget):
-    """By a look at all shapes: never enlarged by more, never longer than there are frames, the largest area, then the
-    longest, then the least crop."""
+    """Compare with a search over all shapes: no medium is enlarged too much, and no clip gets more frames than it has.
+    Among these shapes the largest area wins, then the longest clip, then the least crop."""
     table = shape_table(256, 16, TokenSize(2, 1, (16, 16)), budget)
     found = assign(np.array(sizes, dtype=np.int32), interval, table, upscale)
     for (frames, height, width), chosen in zip(sizes, found.tolist(), strict=True):
@@ -111,7 +111,7 @@ def test_lots_over_epochs_lose_and_repeat_nothing(keys, counts, units, micro, se
         seen.update(rows)
     lost = epochs * len(keys) - sum(seen.values())
     assert max(seen.values(), default=0) <= epochs and lost < sum(part.values()) + micro * max(part.values())
-    for key in present:  # none comes the n-th time before all others of its shape have come n - 1 times
+    for key in present:  # no row is drawn n times before all others of its shape are drawn n - 1 times
         of_key = [seen[row] for row, other in enumerate(keys) if other == key]
         assert sum(epochs - count for count in of_key) < part[key] * (1 + micro)
 
@@ -119,7 +119,7 @@ def test_lots_over_epochs_lose_and_repeat_nothing(keys, counts, units, micro, se
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(0, 60), min_size=3, max_size=3), st.integers(0, 2**40), st.booleans())
 def test_any_world_and_any_restart_give_one_sequence(restarts, seed, blended):
-    """24 lots a step on 8, 6, 3 ranks and 1, changed at random steps."""
+    """Read 24 lots a step with 8, 6, 3 and 1 ranks, changing at random steps."""
     keys, samples = np.arange(2000) % 3 % 2, [5, 2]
     stages = ((0, (Fraction(1), Fraction(3))), (30, (Fraction(2), Fraction(1))))
     sources = SourceRows(("a", "b"), (700, 2000), stages, 2000)

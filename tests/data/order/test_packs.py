@@ -1,6 +1,6 @@
-"""Packs: full, equal in cost, nothing lost or repeated, the same ones on any ranks and after any restart.
+"""Packs are full and equal in cost, lose or repeat no sample, and do not depend on ranks or restarts.
 
-Packs take every sample of a pass once: at no step was one seen over two times more often than another.
+At any step, two samples differ by at most two in how often they were seen.
 """
 
 import json
@@ -21,7 +21,7 @@ LENGTHS = st.lists(st.integers(8, 64), min_size=3, max_size=60)
 
 
 def naive(lengths, first, packs, capacity, attention):
-    """Longest first, each to the cheapest pack with room, by looking at all packs."""
+    """Pack the longest first, each into the cheapest pack with room, by searching all packs."""
     spent, room, filled, left = [0.0] * packs, [capacity] * packs, [[] for _ in range(packs)], []
     for number in sorted(range(len(lengths)), key=lambda i: (i >= first, -lengths[i], i)):
         fits = [pack for pack in range(packs) if room[pack] >= lengths[number]]
@@ -55,8 +55,8 @@ def flat(schedule, steps):
 @settings(deadline=None, max_examples=40)
 @given(LENGTHS, st.integers(64, 300), st.integers(1, 16), st.integers(0, 2**63), st.integers(1, 40))
 def test_nothing_is_lost_or_repeated(lengths, capacity, packs, seed, stop):
-    """Up to the beginning of any window the samples drawn and those that wait are what the order of samples has up to
-    there, each as often."""
+    """At the start of a window, the samples drawn and those left over are exactly the first ones in the order of
+    samples."""
     lengths = np.array(lengths)
     schedule = PackSchedule(lengths, capacity, packs, seed, attention=50.0)
     begins = schedule.state(stop)["step"]
@@ -75,8 +75,8 @@ def test_nothing_is_lost_or_repeated(lengths, capacity, packs, seed, stop):
 @settings(deadline=None, max_examples=3)
 @given(LENGTHS, st.lists(st.integers(0, 20), min_size=3, max_size=3), st.integers(0, 2**40), st.booleans(), st.data())
 def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, blended, data):
-    """24 packs a step on 8, 6, 3 ranks and 1, with micro-batches of any number of packs, changed at random steps: each
-    goes on from the carry in the checkpoint of the one before, to the packs of a run that nothing disturbed."""
+    """Read 24 packs a step with 8, 6, 3 and 1 ranks and various micro-batches, changing at random steps. Each run
+    resumes from the samples left over in the last checkpoint, and the packs are those of an undisturbed run."""
     lengths, sources = np.array(lengths), None
     if blended:
         half = data.draw(st.integers(1, len(lengths) - 1))
@@ -102,7 +102,7 @@ def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, bl
                         assert (step, place) not in found
                         found[step, place] = rows[place], packs[place]
         state = json.dumps(schedule.state(stop))
-        assert json.loads(state) == make().state(stop)  # the carry is that of a replay from the start
+        assert json.loads(state) == make().state(stop)  # a run from the start leaves over the same samples
     whole = make()
     for step in range(22):
         rows, ends = whole.rows(step), whole.ends(step)
@@ -120,7 +120,7 @@ def test_how_often_samples_were_seen(lengths, capacity, packs, seed, stop):
 
 
 def test_how_often_samples_of_many_windows_were_seen():
-    """Each pass holds many windows, so some steps end within a pass and some close to its end."""
+    """Each pass has many windows, so some steps end within a pass and some close to its end."""
     lengths = MIXES["pictures and clips"](np.random.default_rng(4), 1000)
     schedule = PackSchedule(lengths, 32768, 8, 9, attention=6912)
     times, ended = np.zeros(1000, dtype=np.int64), set()
@@ -149,14 +149,14 @@ def test_packs_are_full_and_ranks_carry_equal_work(mix, packs):
     assert tokens / (len(steps) * packs * 65536) >= 0.99
     assert balance(schedule, lengths, steps, ranks=8, attention=6912) >= 0.97
     work = work_of(lengths, 6912)
-    for step in steps:  # neighbours are alike, whatever the number of ranks
+    for step in steps:  # packs are sorted by work, so neighbours are similar for any number of ranks
         of_packs = np.add.reduceat(work[schedule.rows(step)], [0, *schedule.ends(step)[:-1]])
         assert (np.diff(of_packs) <= 1e-6 * of_packs[0]).all()
     assert abs(schedule.fill - tokens / (len(steps) * packs * 65536)) < 0.01
 
 
 def test_many_samples_on_paper():
-    """Each row as often as its neighbours, to within the window."""
+    """After three passes, every row has been drawn two to four times."""
     lengths = MIXES["pictures and clips"](np.random.default_rng(2), 100_000)
     schedule = PackSchedule(lengths, 65536, 64, 5, attention=6912)
     steps = schedule.steps(3)
@@ -169,7 +169,7 @@ def test_many_samples_on_paper():
 
 
 def test_many_samples_of_a_blend_on_paper():
-    """Worlds that change and restart at random read what one process reads that never stops."""
+    """Runs that restart at random with another number of ranks read what one undisturbed process reads."""
     rng, moments = np.random.default_rng(0), random.Random(1)
     short, even = np.full(60_000, 256), 16 * rng.integers(128, 2049, 6000)
     lognormal = np.clip(16 * np.round(rng.lognormal(np.log(128), 1, 30_000)).astype(int), 64, 32_768)
@@ -228,14 +228,14 @@ def test_steps_of_a_pass_count_the_changes_of_a_blend():
         schedule = PackSchedule(lengths, 64, 8, 7, sources=sources(*stages))
         steps = schedule.steps(1)
         drawn = sum(len(schedule.rows(step)) for step in range(steps))
-        # The weights change with a window, up to 24 steps after the step that they name.
+        # New weights take effect at the next window, up to 24 steps after the step that they name.
         assert abs(drawn - 6_000) <= 24 * max(len(schedule.rows(step)) for step in (0, steps))
 
 
 @settings(deadline=None, max_examples=8)
 @given(LENGTHS, st.integers(1, 100), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
 def test_other_packs_go_on_with_what_was_not_taken(lengths, stop, more, packs, others, seed):
-    """A resume with other packs loses and repeats no sample, and does not begin anew."""
+    """A resume with packs of another size or number loses and repeats no sample."""
     lengths = np.array(lengths)
     before, after = PackSchedule(lengths, 64, packs, seed), PackSchedule(lengths, 100, others, seed)
     assert not after.restore(json.loads(json.dumps(before.state(stop))), stop)
@@ -288,7 +288,7 @@ def test_a_damaged_checkpoint():
 
 @pytest.mark.parametrize("packs", [8, 3])
 def test_a_checkpoint_of_windows_of_a_fixed_length(packs):
-    """It goes on from the beginning of its window, with what waited then."""
+    """The run resumes at the start of the checkpoint's window, with the samples left over there."""
     old = {"window": 1, "origin": 0, "position": 200, "carry": [180, 199], "stages": [0]}
     schedule = PackSchedule(np.arange(1, 60), 100, packs, 1)
     assert not schedule.restore({**old, "global_batch": 8, "capacity": 100}, 31)
@@ -319,7 +319,7 @@ def test_work_counts_the_square():
 
 # ------------------------------------------------------------------------------------------ how often samples are seen
 
-DRAWN = 1500  # samples of an example, about
+DRAWN = 1500  # approximate number of samples drawn in an example
 KINDS = {
     "lognormal": lambda random, n: np.clip(random.lognormal(3.5, 1, n), 1, 300).astype(np.int64),
     "uniform": lambda random, n: random.integers(4, 65, n),
@@ -359,7 +359,7 @@ def check_packs(schedule, step):
 @settings(deadline=None, max_examples=10)
 @given(EXAMPLES, st.floats(0, 3), st.integers(0, 2**32))
 def test_counts_stay_within_two_over_resumes_and_other_worlds(example, more, moments):
-    """Ranks, micro-batches and the size of packs change at random steps, at which the run stops and resumes."""
+    """The run stops at random steps and resumes with other ranks, micro-batches and pack sizes."""
     lengths, state, step, draw = lengths_of(example), None, 0, random.Random(moments)
     tight = int(lengths.max() * (1 + more))
     seen, left = Seen([len(lengths)]), DRAWN
@@ -403,8 +403,7 @@ def test_the_same_holds_within_each_source_of_a_blend(one, other, packs, weights
 @settings(deadline=None, max_examples=8)
 @given(EXAMPLES, st.floats(0, 3), st.integers(1, 24), st.integers(1, 3))
 def test_an_epoch_sees_every_sample_up_to_the_packs_in_flight(example, more, packs, epochs):
-    """The samples that an epoch leaves over would fit into the packs of two steps, however badly packed. The next step
-    has all of them if one step can hold them."""
+    """An epoch leaves over little more than one step can hold, and three more steps draw all of it."""
     lengths = lengths_of(example)
     schedule = PackSchedule(lengths, int(lengths.max() * (1 + more)), packs, example[2])
     steps, counts = schedule.steps(epochs), np.zeros(len(lengths), dtype=np.int64)
@@ -412,7 +411,7 @@ def test_an_epoch_sees_every_sample_up_to_the_packs_in_flight(example, more, pac
         return
     for step in range(steps):
         np.add.at(counts, schedule.rows(step), 1)
-    if counts.sum() <= epochs * len(lengths):  # else an epoch is less than a step
+    if counts.sum() <= epochs * len(lengths):  # otherwise an epoch is shorter than a step
         assert lengths[counts < epochs].sum() <= (1.25 * packs + 1) * schedule.capacity
         assert counts.sum() + len(schedule.rows(steps)) > epochs * len(lengths)
     for step in range(steps, steps + 3):
@@ -421,7 +420,7 @@ def test_an_epoch_sees_every_sample_up_to_the_packs_in_flight(example, more, pac
 
 
 def test_five_hundred_clips():
-    """Their first epoch left half of them out once."""
+    """After an epoch, no clip was drawn more than twice, and the clips left out are fewer than those of a step."""
     lengths = np.random.default_rng(0).integers(64, 513, 500)
     schedule = PackSchedule(lengths, 1024, 4, 0)
     counts, steps = np.zeros(500, dtype=np.int64), schedule.steps(1)
@@ -433,7 +432,7 @@ def test_five_hundred_clips():
 
 
 def test_a_resume_after_many_windows_knows_the_steps_of_an_epoch():
-    """They are asked for at every start; after a resume the first windows are not the ones that are at hand."""
+    """Each start asks for the number of steps, though a resumed schedule has not computed the first windows."""
     lengths = np.random.default_rng(0).integers(8, 64, 3000)
     whole, resumed = PackSchedule(lengths, 150, 8, 0), PackSchedule(lengths, 150, 8, 0)
     assert resumed.restore(whole.state(60), 60)

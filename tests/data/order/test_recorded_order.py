@@ -1,4 +1,4 @@
-"""The order of samples is what it was when it was recorded: a run that is resumed draws what it would have drawn."""
+"""The order of samples equals a recorded one, so a resumed run draws the samples that it would have drawn."""
 
 import hashlib
 import tracemalloc
@@ -11,7 +11,7 @@ from opendit.data.order import BatchSchedule, BlendSchedule, BucketSchedule, Row
 from opendit.data.packs import PackSchedule
 from opendit.data.shaped import Lengths, summary_of
 
-ROWS = 200_003  # more than are sorted to permute them, and no multiple of a block
+ROWS = 200_003  # too many to permute them by sorting, and no multiple of a block
 KEYS = np.random.Generator(np.random.Philox(7)).integers(0, 12, ROWS, dtype=np.int16)
 TOKENS = 256 * np.arange(1, 13, dtype=np.int32)
 SOURCES = SourceRows(
@@ -47,8 +47,7 @@ RECORDED = {
 
 
 def digest(schedule):
-    """Hash the rows of steps at the start, at changes of weights and at the turn of an epoch, and the numbers of
-    steps."""
+    """Hash the numbers of steps, and the rows at the start, at a change of weights and at the end of an epoch."""
     found = hashlib.sha256(repr([schedule.steps(epochs) for epochs in (1, 2, 9)]).encode())
     turn = schedule.steps(1)
     for step in (*range(6), *range(38, 50), *range(turn - 2, turn + 3)):
@@ -75,7 +74,7 @@ def test_lengths_by_shape_are_those_of_a_list():
 
 
 def test_packs_hold_no_list_of_rows():
-    """4 bytes a row would be 16 MB."""
+    """A list with 4 bytes a row would take 16 MB."""
     lengths = Lengths(np.resize(KEYS, 4_000_000), TOKENS)
     tracemalloc.start()
     schedule = PackSchedule(lengths, 65536, 8, 5, attention=6912.0)

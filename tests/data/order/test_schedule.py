@@ -1,4 +1,4 @@
-"""Every epoch trains on each sample once, whatever the batch, the ranks and the step of a restart."""
+"""Every epoch trains on each sample once, for any batch, ranks and restart."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ def test_every_epoch_has_every_row_once(size, data, seed, epochs):
         assert len(np.unique(part)) == len(part) and (len(part) == size or epoch == epochs - 1)
     assert [schedule.epoch(step) for step in range(steps)] == [step * batch // size for step in range(steps)]
     far = data.draw(st.integers(0, steps - 1))
-    assert BatchSchedule(size, batch, seed).rows(far) == rows[far].tolist()  # one that starts there
+    assert BatchSchedule(size, batch, seed).rows(far) == rows[far].tolist()  # schedule starting here
 
 
 def test_epochs_and_seeds_differ_and_every_row_comes_first_equally_often():
@@ -51,8 +51,8 @@ def test_epochs_and_seeds_differ_and_every_row_comes_first_equally_often():
     data=st.data(),
 )
 def test_shapes_over_epochs_lose_and_repeat_nothing(keys, part, micro, seed, epochs, data):
-    """Over E epochs every row comes E times but for less than a micro-batch of each shape and a step's micro-batches,
-    and one of a shape never comes the n-th time before all others have come n - 1 times."""
+    """In E epochs every row is drawn E times, except for less than a micro-batch of each shape and the micro-batches of
+    one step. No row is drawn n times before all others of its shape are drawn n - 1 times."""
     if len(keys) < part * micro or sum(keys.count(key) // part for key in set(keys)) < micro:
         with pytest.raises(ValueError):
             BucketSchedule(keys, part * micro, micro, seed)
@@ -83,11 +83,12 @@ def test_shapes_over_epochs_lose_and_repeat_nothing(keys, part, micro, seed, epo
         )
     if steps:
         far = data.draw(st.integers(0, steps - 1))
-        assert BucketSchedule(keys, part * micro, micro, seed).rows(far) == batches[far]  # one that starts there
+        assert BucketSchedule(keys, part * micro, micro, seed).rows(far) == batches[far]  # schedule starting here
 
 
 def test_what_fills_no_batch_begins_the_shapes_first_batch_of_the_next_epoch():
-    """5 rows of a shape in micro-batches of 2: the fifth of the first permutation goes with the first of the second."""
+    """With 5 rows in micro-batches of 2, the fifth row of the first permutation shares one with the first of the
+    second."""
     schedule = BucketSchedule([0] * 5 + [1] * 4, 2, 1, seed=3)
     parts = [rows for rows in map(schedule.rows, range(schedule.steps(2))) if rows[0] < 5]
     order = [row for rows in parts for row in rows]
@@ -136,8 +137,8 @@ def test_keys_that_first_come_late_are_found(monkeypatch, few, kind):
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 60), min_size=3, max_size=3, unique=True), st.integers(0, 2**40), st.booleans())
 def test_any_world_and_any_restart_give_one_sequence(restarts, seed, shaped):
-    """24 samples a step on 8, 6, 3 ranks and 1, changed at random steps: the sequence of (step, index, row) of a run
-    that nothing disturbed."""
+    """Read 24 samples a step with 8, 6, 3 and 1 ranks, changing at random steps: the sequence of (step, index, row) is
+    that of an undisturbed run."""
     keys = [row % 3 % 2 for row in range(101)]
     make = (lambda: BucketSchedule(keys, 24, 1, seed)) if shaped else (lambda: BatchSchedule(101, 24, seed))
     stops = [0, *sorted(restarts), 64]
@@ -153,7 +154,7 @@ def test_any_world_and_any_restart_give_one_sequence(restarts, seed, shaped):
 
 
 def test_many_samples_on_paper():
-    """Three shapes, one of them rare: each row comes once an epoch over three epochs."""
+    """With three shapes, one of them rare, each row is drawn once an epoch."""
     keys = np.repeat(np.array([0, 1, 2], dtype=np.uint8), [70_000, 29_989, 11])
     schedule = BucketSchedule(keys, 256, 2, seed=5)
     rows = np.concatenate([schedule.rows(step) for step in range(schedule.steps(3))])

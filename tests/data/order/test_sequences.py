@@ -1,4 +1,4 @@
-"""Keyed permutations, against what a permutation is and against the statistics of random ones."""
+"""Keyed permutations are permutations and have the statistics of random ones."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_a_large_one_is_a_permutation():
 
 
 def test_a_hundred_million_rows():
-    """Distinct, in range, and spread over all of it."""
+    """The numbers are distinct, in range and evenly spread."""
     size = 10**8 + 7
     found = permuted(np.arange(size - 100_000, size), size, 1, 2, 3)
     assert len(np.unique(found)) == 100_000 and found.min() >= 0 and found.max() < size
@@ -39,7 +39,7 @@ def test_a_hundred_million_rows():
 
 @pytest.mark.parametrize("network", [False, True])
 def test_all_places_are_equally_likely(network, monkeypatch):
-    """Three neighbouring numbers go to every place, and come in every order, equally often over many keys."""
+    """Over many keys, three neighbouring numbers go to every place and come in every order equally often."""
     if network:
         monkeypatch.setattr(sequences, "SORTED", 0)
     size, keys = 97, 1500
@@ -61,7 +61,7 @@ def test_seeds_domains_and_epochs_have_independent_ones(size):
 
 
 def test_the_permutations_never_change():
-    """A run that an earlier version began goes on with the samples that it was going to draw."""
+    """A run begun with an earlier version must resume with the same samples."""
     assert permuted(np.arange(6), 12, 42, 1, 3).tolist() == [11, 9, 0, 10, 6, 5]
     assert permuted(np.arange(6), 10**8, 42, 1, 3).tolist() == [
         31130290,

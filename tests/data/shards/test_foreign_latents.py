@@ -1,4 +1,4 @@
-"""Tars of latents that another program made, against the arrays that were put into them."""
+"""Latents in tars that another program made are read as the arrays that were put there."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from tests.data.shards.tars import picture, write_tar
 from tests.encoders.test_vae import small_vae
 from tests.encoders.test_video_vae import MAKERS
 
-SHAPE = (4, 4, 4)  # of the latents of a picture of 16 pixels
+SHAPE = (4, 4, 4)  # latents of a picture with 16 pixels a side
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,8 @@ PACK = {"npz": npz, "npy": npy, "safetensors": safetensors}
 
 
 def write(folder, samples, kind="npz", words=lambda i: (f"{i % 3}".encode(), "cls"), per_tar=4):
-    """The samples, dicts of arrays, in tars of ``per_tar``; ``words`` gives what stands beside each."""
+    """Write samples, dicts of arrays, to tars of ``per_tar``. ``words`` returns the class or caption beside each, with
+    its ending."""
     folder.mkdir(parents=True, exist_ok=True)
     for first in range(0, len(samples), per_tar):
         members = []

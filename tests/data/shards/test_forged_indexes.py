@@ -1,4 +1,4 @@
-"""Indexes whose records can't be those of their tar, and labels that no class has: told with tar and sample."""
+"""Indexes with impossible records and labels without a class are refused, with the names of tar and sample."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from tests.data.shards.tars import captioned, picture, write_tar
 
 
 def forge(tar, row=None, header=None, keys=None, **values):
-    """Give one record of a tar's index other values, or its header."""
+    """Replace values in one record of a tar's index, or in the index's header."""
     index = TarIndex(index_of(tar))
     rows, names = np.array(index.rows), index.path.read_bytes()[-index.header.key_bytes :]
     for name, value in values.items():
@@ -26,7 +26,7 @@ def forge(tar, row=None, header=None, keys=None, **values):
 
 @pytest.fixture
 def tars(tmp_path):
-    """One with captions in a folder, one with classes in another."""
+    """Write one tar with captions and one with classes, in separate folders, and their indexes."""
     members = [part for i in range(4) for part in ((f"{i}.png", picture(i)), (f"{i}.cls", b"%d" % (i % 3)))]
     for name, content in (("text", captioned(4)), ("label", members)):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Web servers that do not keep to the rules, over real sockets: each ends in one line, after few bytes and seconds."""
+"""Web servers that break the rules, over real sockets, cause a one-line error after few bytes and seconds."""
 
 import gzip
 import re
@@ -18,11 +18,11 @@ from tests.data.shards.tars import captioned, write_tar
 
 
 class Server:
-    """Serves ``files``; a request that ``hostile`` takes is answered by it alone."""
+    """A server of ``files`` on which ``hostile`` may answer a request instead."""
 
     def __init__(self, files):
         self.files, self.hostile, self.sent = files, lambda *_: False, 0
-        self._own = threading.local()  # each thread's connection: an endless answer must not go to the next one
+        self._own = threading.local()  # per thread: an endless answer must not reach the next request
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Tars behind a web server: the same samples, whatever the server does, and a cache that holds what it is told."""
+"""Tars behind a web server give the local samples despite faults, and the cache stays within its limit."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ from tests.data.shards.tars import captioned, picture, write_tar
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Files by ranges. The server's ``faults`` are done first, one a request of a range."""
+    """Serves ranges of files. Each request for a range uses up one of the server's ``faults``, if any are left."""
 
     def do_GET(self):
         path, wanted = self.translate_path(self.path), re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
@@ -58,7 +58,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 class Meeting(Handler):
-    """Requests of ranges that meet at the server's ``barrier``."""
+    """Makes requests for ranges wait for each other at the server's ``barrier``."""
 
     def do_GET(self):
         if "Range" in self.headers:
@@ -96,7 +96,7 @@ def test_samples_are_the_local_ones_and_come_once(server, tmp_path):
         for row in range(12):
             one, other = data[SampleKey(row, 0, row)], local[SampleKey(row, 0, row)]
             assert torch.equal(one.x, other.x) and one.text == other.text
-        assert server.ranges == 12  # a picture and its caption at once, the second time from the cache
+        assert server.ranges == 12  # one request for a picture and its caption; the second read uses the cache
     with build_loader(
         data, build_schedule(data, 4, 1, 0), dp_rank=0, dp_size=1, batch_size=4, end_step=2, num_workers=2
     ) as batches:
@@ -116,7 +116,7 @@ def test_faults_that_pass_are_waited_for_and_others_named(server, monkeypatch, f
 
 
 def test_a_file_system_without_asyncio_has_the_same_time_limit(tmp_path, monkeypatch):
-    """fsspec's local file system is one. Its first two reads wait for longer than the limit."""
+    """fsspec's local file system has no asyncio. Its first two reads take longer than the limit."""
     from fsspec.implementations.local import LocalFileSystem
 
     (tmp_path / "tar").write_bytes(b"0123456789")
@@ -144,13 +144,13 @@ def test_a_file_system_without_asyncio_has_the_same_time_limit(tmp_path, monkeyp
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_is_fetched_at_once_and_is_the_same(server, tmp_path, workers):
     local = build_dataset(str(tmp_path / "tars"), 8, seed=1)
-    held, _ = hold_out(opened(server), 0.1)  # which wraps it
+    held, _ = hold_out(opened(server), 0.1)  # a wrapper around the data set
     rows = held.rows[:8].tolist()
     server.barrier = threading.Barrier(4, timeout=5)
     server.RequestHandlerClass = partial(Meeting, directory=str(tmp_path / "tars"))
     with read_batches(held, [[SampleKey(row, 0, row) for row in range(8)]], num_workers=workers) as batches:
         batch = next(batches)
-    assert not server.barrier.broken and server.ranges == 8  # four were on their way at once, twice
+    assert not server.barrier.broken and server.ranges == 8  # two rounds with four requests at a time
     for place, row in enumerate(rows):
         one = local[SampleKey(row, 0, place)]
         assert batch.text[place] == one.text and torch.equal(to_pixels(batch.x[place]), one.x)
@@ -166,13 +166,13 @@ def test_what_is_fetched_ahead_fails_as_what_is_not(server, tmp_path, monkeypatc
     with pytest.raises(DataError, match="t-01.tar doesn't exist"):
         next(samples)
     (tmp_path / "gone").rename(tmp_path / "tars" / "t-01.tar")
-    again = SampleReader(data).items(keys)  # nothing is left of the error
+    again = SampleReader(data).items(keys)  # the error left nothing behind
     assert [item.text for item in again] == ["a 0", "a 7", "a 8"]
 
 
 def test_a_forked_process_fetches_for_itself(server):
     data = opened(server)
-    next(SampleReader(data).items([SampleKey(row, 0, row) for row in range(6)]))  # five are on their way in this one
+    next(SampleReader(data).items([SampleKey(row, 0, row) for row in range(6)]))  # this process is fetching five
     with read_batches(data, [[SampleKey(row, 0, row) for row in range(6)]], num_workers=1, patience=20) as batches:
         assert next(batches).text == tuple(f"a {row}" for row in range(6))
     assert pickle.loads(pickle.dumps(data)).caption(3) == "a 3"
@@ -189,7 +189,7 @@ def test_what_is_not_there_is_told_at_the_start(server, tmp_path):
 
 
 def test_an_index_that_was_made_anew_is_fetched_anew(server, tmp_path):
-    """Also from a server that tells no more of a file than when it was changed."""
+    """This also works with a server that reports only when a file was changed."""
     assert opened(server).caption(0) == "a 0"
     tar = write_tar(tmp_path / "tars" / "t-00.tar", captioned(6, 3))
     make_indexes(str(tar), force=True)
@@ -215,13 +215,13 @@ def test_an_index_that_came_in_part_is_not_kept(server, tmp_path, monkeypatch):
         opened(server, "/t-01.tar")
     left[0] = 0
     assert opened(server, "/t-01.tar").caption(0) == "a 6"
-    for path in (tmp_path / "cache" / "indexes").iterdir():  # of an earlier version, or a damaged disk
+    for path in (tmp_path / "cache" / "indexes").iterdir():  # as an earlier version or a damaged disk leaves them
         path.write_bytes(path.read_bytes()[:-1])
     assert opened(server).caption(11) == "a 11"
 
 
 def test_a_server_that_fails_when_asked_about_an_index(server, monkeypatch):
-    """fsspec says that there is no such file, whatever went wrong; and one that may not be read is not tried again."""
+    """fsspec reports any failure as a missing file. A forbidden file is not tried again."""
     read, asked = store.Remote.call, []
 
     def fail(self, name, *args, **options):
@@ -235,7 +235,7 @@ def test_a_server_that_fails_when_asked_about_an_index(server, monkeypatch):
         return read(self, name, *args, **options)
 
     monkeypatch.setattr(store.Remote, "call", fail)
-    for _ in range(2):  # what can't be told from another version is fetched anew
+    for _ in range(2):  # an index without a known version is fetched again
         assert opened(server, "/t-00.tar").caption(2) == "a 2"
     assert asked.count("cat_file") >= 2
     asked.clear()
@@ -347,11 +347,11 @@ def test_only_so_much_is_fetched_before_it_is_taken(monkeypatch):
     assert len(fetched.begun) == 2
     go.set()
     assert fetched.take(ranges[0]) == bytes(40) and fetched.take(ranges[0]) is None  # once
-    assert fetched.take(ranges[2]) == bytes(40)  # 1 was passed over: its sample could not be read
+    assert fetched.take(ranges[2]) == bytes(40)  # 1 was skipped, as if its sample could not be read
     assert fetched.take(ranges[1]) is None
     assert [fetched.take(part) for part in ranges[3:]] == [bytes(40)] * 3
     assert sorted(begun) == list(range(6))
-    fetched.begin([[ByteRange(0, 0, 500)], [ByteRange(0, 1, 1)]])  # one that is too large comes alone
+    fetched.begin([[ByteRange(0, 0, 500)], [ByteRange(0, 1, 1)]])  # a range above the limit is fetched alone
     assert fetched.take(ByteRange(0, 0, 500)) == bytes(500) and fetched.take(ByteRange(0, 1, 1)) == bytes(1)
 
 

@@ -1,4 +1,4 @@
-"""Tars in an S3-compatible store: moto's server, which is one over HTTP, with faults in front of it."""
+"""Tars in an S3-compatible store, moto's server over HTTP, with faults in front of it."""
 
 import io
 import threading
@@ -20,7 +20,7 @@ BUCKET = "data"
 
 
 class Faulty:
-    """A WSGI program in front of the store; ``faults`` are done first, one a request of a range."""
+    """A WSGI program in front of the store. Each request for a range uses up one of the ``faults``, if any are left."""
 
     def __init__(self, store):
         self.store, self.faults, self.ranges = store, [], 0
@@ -47,7 +47,7 @@ class Faulty:
 
 @pytest.fixture(scope="module")
 def program():
-    """The server, under its address, with an empty bucket."""
+    """Start the server with an empty bucket, and set its address in the environment."""
     faulty = Faulty(create_backend_app("s3"))
     server = make_server("127.0.0.1", 0, faulty, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -63,7 +63,7 @@ def program():
 
 @pytest.fixture
 def store(program, tmp_path, monkeypatch):
-    """Two tars and their indexes in the bucket, and in a folder of this machine."""
+    """Put two tars and their indexes into the bucket, and into a local folder."""
     (tmp_path / "tars").mkdir()
     for i in range(2):
         write_tar(tmp_path / "tars" / f"t-{i:02d}.tar", captioned(6, 6 * i))
@@ -88,8 +88,8 @@ def test_samples_are_the_local_ones_and_come_once(store, tmp_path):
         for row in range(12):
             one, other = data[SampleKey(row, 0, row)], local[SampleKey(row, 0, row)]
             assert torch.equal(one.x, other.x) and one.text == other.text
-        assert store.ranges == 12  # a picture and its caption at once, the second time from the cache
-    (tmp_path / "cache").rename(tmp_path / "other")  # workers have connections of their own
+        assert store.ranges == 12  # one request for a picture and its caption; the second read uses the cache
+    (tmp_path / "cache").rename(tmp_path / "other")  # without the cache, workers open their own connections
     with build_loader(
         opened(), build_schedule(data, 4, 1, 0), dp_rank=0, dp_size=1, batch_size=4, end_step=3, num_workers=2
     ) as batches:
@@ -118,7 +118,7 @@ def test_what_is_not_there_is_told_at_the_start(store):
 
 
 def test_an_index_of_another_tar_is_told_by_the_checksum(store, tmp_path):
-    """The store has a newer tar of the same size than the index beside it."""
+    """The tar in the store is newer than the index beside it but has the same size."""
     path = write_tar(tmp_path / "new.tar", captioned(6, 600))
     content, old = path.read_bytes(), (tmp_path / "tars" / "t-00.tar").stat().st_size
     boto3.client("s3").put_object(Bucket=BUCKET, Key="set/t-00.tar", Body=io.BytesIO(content[:old].ljust(old, b"\0")))

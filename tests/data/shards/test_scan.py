@@ -1,4 +1,4 @@
-"""The index of a tar against the webdataset package and tarfile, and tars that are wrong."""
+"""Tar indexes agree with webdataset and tarfile, and errors in tars are named."""
 
 import gzip
 import io
@@ -46,7 +46,7 @@ def test_keys_endings_and_bytes_are_webdatasets(tmp_path_factory, members):
         sample.key: {ending: content[at : at + size] for ending, (at, size) in sample.parts.items()}
         for sample in samples_of(path)
     }
-    # What webdataset keeps of names that end in a dot, and of its own metadata, is no part of a sample here.
+    # webdataset keeps names that end in a dot, and its own metadata. Samples here have neither.
     clean = {key: {end: part for end, part in parts.items() if end} for key, parts in expected.items()}
     mine = {key: {end: part for end, part in parts.items() if end} for key, parts in found.items()}
     assert {k: v for k, v in mine.items() if v} == {

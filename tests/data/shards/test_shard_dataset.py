@@ -1,4 +1,4 @@
-"""Training samples from tars against the same files read one by one."""
+"""Training samples from tars equal those from the same files read one by one."""
 
 import glob
 import os
@@ -24,7 +24,7 @@ from tests.data.shards.tars import captioned, header_of, picture, write_tar
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Two tars of pictures and clips, and the same files in a CSV, in the same order."""
+    """Write two tars of pictures and clips, and a CSV of the same files in the same order."""
     (tmp_path / "tars").mkdir()
     lines, number = ["path,text"], 0
     for tar in range(2):
@@ -45,7 +45,7 @@ def mixed(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("split", ["train", "test"])  # windows of clips are drawn, or in the middle
+@pytest.mark.parametrize("split", ["train", "test"])  # windows of clips are random in train and in the middle in test
 @pytest.mark.parametrize("use_video", [False, True])
 def test_samples_are_those_of_the_files(mixed, use_video, split):
     options = dict(seed=3, use_video=use_video, num_frames=3, frame_interval=2, split=split)
@@ -144,7 +144,7 @@ def test_more_tars_than_a_process_may_open(mixed, monkeypatch):
 
 
 def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
-    """The index of a tar that is as large on paper: a sparse file, so that the test writes next to nothing."""
+    """Tar and index are sparse files, so that the test writes next to nothing."""
     rows = 10_000_000
     tar = tmp_path / "x.tar"
     header = header_of(rows=rows, tar_bytes=4 << 40, pictures=rows, suffixes=[".png"])
@@ -160,7 +160,7 @@ def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
 
 
 def index_alone(folder, name, kinds):
-    """A tar, empty on paper, whose index has a clip where ``kinds`` has True."""
+    """Write an empty tar whose index has a clip where ``kinds`` is true and a picture elsewhere."""
     rows = np.zeros(len(kinds), ROW)
     rows["suffix"], rows["number"] = kinds, np.arange(len(kinds))
     pictures = len(kinds) - int(sum(kinds))
@@ -196,7 +196,7 @@ def test_the_pictures_of_mixed_tars_are_found_without_a_list_of_them(tmp_path, k
             isinstance(both.shapes().array, np.memmap) == (large == 1)
             and both.shapes().array.tolist() == kinds.tolist()
         )
-    index_alone(tmp_path / "tars", "e", [True, False, True, False, False, False, False])  # the same tar, otherwise
+    index_alone(tmp_path / "tars", "e", [True, False, True, False, False, False, False])  # same tar, other kinds
     again = build_dataset(str(tmp_path / "tars"), 8, seed=0, use_video=True)
     assert again.shapes().array[-7:].tolist() == [1, 0, 1, 0, 0, 0, 0]
 
@@ -235,7 +235,7 @@ def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_
         meet, read = threading.Barrier(min(count, len(data))), store.LocalTars.read
 
         def together(tars, *place, meet=meet, read=read, threads=threads[count]):
-            meet.wait(10)  # what one thread remembers of its sample the others have not
+            meet.wait(10)  # wait until all threads read
             threads.add(threading.get_ident())
             return read(tars, *place)
 

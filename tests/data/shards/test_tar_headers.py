@@ -1,4 +1,4 @@
-"""Tars' headers against tarfile on sound files, and tars that are forged byte by byte."""
+"""Tar headers are read as tarfile reads them, and forged tars are refused."""
 
 import io
 import os
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def header(name=b"a.png", size=0, kind=b"0", prefix=b"", magic=b"ustar\x0000", size_field=None):
-    """A header that is right but for what the test says."""
+    """Return a header that is valid except for what the arguments change."""
     block = bytearray(BLOCK)
     block[: len(name)] = name
     block[100:108], block[108:116], block[116:124] = b"0000644\0", b"0000000\0", b"0000000\0"
@@ -81,7 +81,7 @@ def test_sound_tars_read_as_by_tarfile(tmp_path_factory, wanted, form, with_glob
     with tarfile.open(path, "w", format=form, **options) as tar:
         for name, content, kind, target in wanted:
             info = tarfile.TarInfo(name)
-            info.type, info.linkname, info.mtime = kind, target, 0.5  # which PAX has a record for
+            info.type, info.linkname, info.mtime = kind, target, 0.5  # PAX writes a record for a fractional time
             info.size = len(content) if kind == tarfile.REGTYPE else 0
             try:
                 tar.addfile(info, io.BytesIO(content))
@@ -92,7 +92,7 @@ def test_sound_tars_read_as_by_tarfile(tmp_path_factory, wanted, form, with_glob
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_members_of_more_than_8_gib(tmp_path, form):
-    """GNU writes their size in binary, PAX in a header of its own."""
+    """GNU writes their size in binary, PAX in an extra header."""
     path, infos = tmp_path / "x.tar", [tarfile.TarInfo("a.mp4"), tarfile.TarInfo("b.mp4")]
     infos[0].size, infos[1].size = 9 * GIB, 3
     with open(path, "wb") as file:
@@ -109,7 +109,7 @@ def test_old_and_odd_headers_read_as_by_tarfile(tmp_path):
         header(name=b"folder/", kind=b"\0", magic=bytes(8)),
         member(kind=b"7", name=b"c.png", prefix=b"under"),
         member(kind=b"Z", name=b"unknown"),
-        header(kind=b"1", name=b"link.png", size=700),  # without content, whatever it says
+        header(kind=b"1", name=b"link.png", size=700),  # links have no content, whatever size they declare
         member(name=b"d.png", size_field=b"         1 \0"),
         pax((b"path", b"n\xff.png/"), (b"size", b"1")) + member(name=b"e"),
         member(b"long name.png\0", kind=b"L") + member(b"to", kind=b"K") + member(),
@@ -167,7 +167,7 @@ def test_a_byte_that_is_changed_gives_a_tar_or_one_error(data):
     content = bytearray(pax((b"path", b"n.png")) + member() + member(b"long.png", kind=b"L") + member() + END)
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):  # headers whose checksums are right again
+    if data.draw(st.booleans()):  # make the headers' checksums right again
         for at in (0, 1024, 2048, 3072):
             content[at : at + BLOCK] = sealed(content[at : at + BLOCK])
     try:
@@ -204,7 +204,7 @@ def test_a_pipe_or_socket_in_place_of_a_tar(tmp_path):
 
 
 def test_long_lists_of_what_is_left_out_stay_short(tmp_path):
-    """An index with an example of any length could not be read again."""
+    """An index with a very long example could not be read again."""
     path = tmp_path / "x.tar"
     parts = [member(name=b"k." + b"%d." % i + b"e" * 80) for i in range(1000)]
     path.write_bytes(b"".join([*parts, member(picture(0), name=b"a.png"), END]))

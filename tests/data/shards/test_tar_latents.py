@@ -1,6 +1,7 @@
-"""Cached latents in tars as data sets: their views, shapes and sizes, damage, and tars behind addresses.
+"""Cached latents in tars as data sets: their views, shapes and sizes, damage, and tars on a server.
 
-Other tests compare the latents with the codec itself."""
+Other tests compare the latents with the codec itself.
+"""
 
 import json
 import pickle
@@ -40,7 +41,7 @@ def codec():
 
 @pytest.fixture(scope="module")
 def media(tmp_path_factory):
-    """A folder of 13 pictures of two classes, the last broken; media.csv of 3 clips and 4 pictures."""
+    """Write 13 pictures of two classes, the last one broken, and media.csv with 3 clips and 4 pictures."""
     root, random = tmp_path_factory.mktemp("media"), np.random.default_rng(0)
     for i in range(13):
         path = root / "classes" / "ab"[i % 2] / f"{i:02d}.png"
@@ -65,7 +66,7 @@ def make(data, codec, output, size=16, **options):
 
 @pytest.fixture(scope="module")
 def pictures(media, codec, tmp_path_factory):
-    """latents of the pictures in tars, by their bytes and by their samples."""
+    """Cache the pictures' latents in tars of limited bytes and in tars of limited samples."""
     root = tmp_path_factory.mktemp("latents")
     data = build_dataset(str(media / "classes"), 16, seed=0)
     make(data, codec, root / "tars", tar_bytes=9000)
@@ -105,7 +106,7 @@ def test_pictures_are_the_same_in_tars_of_any_size(pictures):
     assert "cached latents (4x4x4, --vae ema) of 12 pictures of 2 classes, 16x16" in tars.describe().text
     assert tars.fingerprint().checksums.share(0, 1).files.keys() == {tar["file"] for tar in tars.index["shards"]}
     flipped = [torch.equal(tars[SampleKey(0, step, 0)].x, tars.read(0, View(flip=True)).x) for step in range(20)]
-    assert 0 < sum(flipped) < 20  # mirrored anew at each use
+    assert 0 < sum(flipped) < 20  # mirroring is drawn at each use
     schedule = build_schedule(tars, 4, 1, 0)
     with build_loader(tars, schedule, dp_rank=0, dp_size=1, batch_size=4, end_step=3, num_workers=2) as batches:
         assert sorted(int(y) for batch in batches for y in batch.y) == [0] * 6 + [1] * 6
@@ -114,7 +115,7 @@ def test_pictures_are_the_same_in_tars_of_any_size(pictures):
 
 @pytest.fixture(scope="module")
 def mixed(media, codec, tmp_path_factory):
-    """latents of clips and pictures with captions."""
+    """Cache the latents of clips and pictures with captions."""
     root = tmp_path_factory.mktemp("mixed")
     data = build_dataset(str(media / "media.csv"), 16, seed=0, **VIDEO)
     make(data, FrameCodec(codec), root, tar_bytes=6500, flips=False, encoder=Letters())
@@ -134,7 +135,7 @@ def test_clips_among_pictures(mixed):
 @pytest.mark.parametrize("tokens", ["bucket_tokens", "pack_tokens"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_by_shape(mixed, tokens, workers):
-    """A picture's latents have one frame among clips' of four, which no index says."""
+    """Latents of pictures have one frame and those of clips four, which no index says."""
     plain = build_dataset(str(mixed), 16, seed=0, random_flip=False, **VIDEO)
     data = shape_latents(plain, TokenSize(1, 1, (1, 1)), 64, tokens)
     assert data.token_counts()[:].tolist() == [16] * 4 + [64] * 3
@@ -151,7 +152,7 @@ def test_batches_by_shape(mixed, tokens, workers):
 
 
 def test_empty_captions_are_captions(media, codec, tmp_path):
-    """A table's rows may have such, also with their embeddings."""
+    """Rows of a table may have empty captions, also with cached embeddings."""
     (media / "empty.csv").write_text('path,text\n0.png,a\n2.png,\n4.png,"  "\n6.png,b\n')
     data = build_dataset(str(media / "empty.csv"), 16, seed=0)
     make(data, codec, tmp_path, tar_bytes=6500, flips=False, encoder=Letters())
@@ -196,7 +197,7 @@ def test_several_sizes_lie_side_by_side(media, codec, pictures, tmp_path):
     with pytest.raises(ValueError, match="made at --image_size 16 and 32, but this run has --image_size 64"):
         build_dataset(str(output), 64, seed=0)
     index = (output / "index.json").read_bytes()
-    make(large, codec, output, 32, tar_bytes=30000)  # nothing to do
+    make(large, codec, output, 32, tar_bytes=30000)  # nothing is left to do
     assert (output / "index.json").read_bytes() == index
     (media / "classes" / "c").mkdir()
     shutil.copy(media / "classes" / "a" / "00.png", media / "classes" / "c" / "99.png")

@@ -1,4 +1,4 @@
-"""preprocess.py shards and index: whole, resumable, the same bytes whoever writes them."""
+"""preprocess.py shards and index can be resumed, and every run writes the same bytes."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def test_webdataset_reads_what_was_packed(pictures, tmp_path, capsys):
     files = [path for folder in "ab" for path in sorted((pictures / folder).iterdir())]
     assert [sample["png"] for sample in found] == [path.read_bytes() for path in files]
     assert [sample["cls"] for sample in found] == [str("ab".index(path.parent.name)).encode() for path in files]
-    assert pack(pictures, tmp_path / "out") == 0  # nothing to do
+    assert pack(pictures, tmp_path / "out") == 0  # nothing is left to do
     before = contents(tmp_path / "out")
     for index in (tmp_path / "out").glob("*.index"):
         index.unlink()
@@ -51,7 +51,7 @@ def test_webdataset_reads_what_was_packed(pictures, tmp_path, capsys):
 
 
 def test_wids_finds_the_same_bytes_at_the_same_numbers(pictures, tmp_path):
-    """At random places of many tars, by its own index of them."""
+    """Read many tars in random order, with the index that wids itself makes."""
     assert pack(pictures, tmp_path / "out") == 0
     data = build_dataset(str(tmp_path / "out"), 16, seed=0)
     tars = [{"url": shard.path, "nsamples": len(shard)} for shard in data.shards]
@@ -82,7 +82,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(pictures, tmp_path):
         killed += process.exitcode == -signal.SIGKILL
     assert killed > 0
     deadline = time.monotonic() + 20
-    while True:  # the writers that it started end with it, within moments
+    while True:  # the writers that it started may run for another moment
         assert pack(pictures, tmp_path / "killed") == 0
         if contents(tmp_path / "killed") == contents(tmp_path / "whole"):
             break
