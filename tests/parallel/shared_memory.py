@@ -1,4 +1,4 @@
-"""A replacement for PeerMemory with shared memory of one machine, gloo's barrier and torch's copies."""
+"""PeerMemory's replacement for tests, with the host's shared memory, gloo barriers and torch copies."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,7 +11,7 @@ from opendit.kernels.exchange_heads import exchange_heads_reference, send_rows_r
 from opendit.parallel.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, Pair, Part, PeerRows
 
-# Buffer -> buffers that no rank needs any more after all ranks have reached its barrier.
+# Buffer -> buffers that are no longer needed once all ranks have reached its barrier.
 DEAD = {
     Buffer.INPUT: (Buffer.OUTPUT, Buffer.EVERYONE, Buffer.GRADIENT),
     Buffer.OUTPUT: (Buffer.INPUT,),
@@ -22,8 +22,8 @@ DEAD = {
 class SharedMemory:
     """Shared memory for exchanges between ranks.
 
-    Exchanges in the background run as late as possible, when the caller waits for them, or with ``early`` at once.
-    Buffers that are no longer needed are filled with NaN.
+    Background exchanges run at once with ``early``, otherwise only when the caller waits for them. Buffers that are no
+    longer needed are filled with NaN.
     """
 
     SIZE = 2**18

@@ -1,4 +1,4 @@
-"""The one order in which a model is changed: each step finds what it needs, and none undoes another."""
+"""apply_parallel changes a model in a fixed order, and no step undoes another."""
 
 from dataclasses import replace
 
@@ -56,7 +56,6 @@ def test_no_step_undoes_another():
 
 
 def test_the_other_order_would_lose_the_policy():
-    """This is why the order matters."""
     model = DiT(CONFIG)
     recompute.recompute_in(model, "mlp")
     model.use()
@@ -75,7 +74,7 @@ def test_plans_say_which_projections_operations_are_given(config):
             given.setdefault(layer, set()).add(operation)
             before = len(called)
             result = function(*args)
-            del called[before:]  # calls of the layer itself by the operation's reference
+            del called[before:]  # the operation's reference calls the layer itself
             return result
 
         return watch
@@ -98,7 +97,7 @@ def test_plans_say_which_projections_operations_are_given(config):
     expected = {name: ops for name in names.values() for pattern, ops in projections.items() if fits(pattern, name)}
     assert {names[layer] for layer in given} == set(expected)
     assert all(found <= set(expected[names[layer]]) for layer, found in given.items())
-    assert not {names[layer] for layer in called} & set(expected)  # nor does torch call them
+    assert not {names[layer] for layer in called} & set(expected)  # torch does not call them either
 
 
 def test_weights_in_float8_are_those_of_its_operations():

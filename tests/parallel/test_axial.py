@@ -1,4 +1,4 @@
-"""ST-DiT whose samples ranks share, against one process: output and every parameter's gradient in float64."""
+"""ST-DiT with each sample's tokens divided among ranks, compared with one process in float64."""
 
 from dataclasses import replace
 
@@ -23,15 +23,15 @@ from tests.parallel.test_sequence import shared_memory, summed
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-10
-LATTE = MODELS["Latte"]  # 3 frames of 5 places
+LATTE = MODELS["Latte"]  # 3 frames of 5 tokens
 ROPE = STDiTConfig(**CLIP, text=T5, qk_norm=True, positions="rope", bias=False, adaln_lora=5)
 FULL = MODELS["ST-DiT"]
-EVEN = replace(LATTE, input_size=(4, 4, 6), depth=1)  # 4 frames of 6 places
-LONG = replace(ROPE, input_size=(5, 2, 16), depth=1)  # 5 frames of 8 places
-ODD = replace(LATTE, input_size=(5, 2, 14), depth=1)  # 5 frames of 7 places
+EVEN = replace(LATTE, input_size=(4, 4, 6), depth=1)  # 4 frames of 6 tokens
+LONG = replace(ROPE, input_size=(5, 2, 16), depth=1)  # 5 frames of 8 tokens
+ODD = replace(LATTE, input_size=(5, 2, 14), depth=1)  # 5 frames of 7 tokens
 PICTURE = replace(LATTE, input_size=(1, 2, 10), depth=1)
-ROUND = replace(FULL, qk_norm=False)  # its full attention can go round a ring
-# Ranks: configuration, type, parts of an exchange, samples, whether blocks are recomputed; by which axis tokens lie.
+ROUND = replace(FULL, qk_norm=False)  # without qk_norm; also tested with ring attention
+# Ranks -> (configuration, type, parts of an exchange, samples, recomputation, axis that is divided among ranks).
 CASES = {
     2: [
         (LATTE, "auto", 2, 3, False, PLACES),
@@ -66,7 +66,7 @@ def strategy(mesh: Mesh, config: STDiTConfig, kind: str = "auto", parts: int = 2
     if not kind.startswith("direct"):
         return replace(made, axial=AllToAll(parts))
     memory = shared_memory(made.group, early=parts > 2)
-    full = made.strategy and DirectFastSeq(memory)  # of one memory, whose buffers they use in turn
+    full = made.strategy and DirectFastSeq(memory)  # both use the same buffers in turn
     return replace(made, strategy=full, axial=DirectExchange(memory, parts))
 
 
@@ -75,13 +75,13 @@ def gradients(model: DiT, batch: int, shared: bool) -> tuple[Tensor, dict[str, T
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
     grads = torch.autograd.grad((output * weights).sum(), list(model.parameters()))
     named = dict(zip((name for name, _ in model.named_parameters()), grads, strict=True))
-    if shared:  # the mean over the ranks, as engines take it
+    if shared:  # the mean over the ranks, as in engines
         named = {name: grad / dist.get_world_size() for name, grad in summed(named).items()}
     return output.detach(), named
 
 
 def errors(mesh: Mesh, config: STDiTConfig, kind: str, parts: int, batch: int, again: bool, home: int) -> dict:
-    """Relative errors of the output and of every gradient; of those that are zero, absolute ones."""
+    """Return relative errors of the output and every gradient; below a norm of 1e-3 they are scaled absolute errors."""
     model = model_of(config)
     want, of_parameters = gradients(model, batch, False)
     sequence = strategy(mesh, config, kind, parts)
@@ -93,7 +93,7 @@ def errors(mesh: Mesh, config: STDiTConfig, kind: str, parts: int, batch: int, a
 
 
 def recomputed(mesh: Mesh) -> dict:
-    """With a rematerialization policy: the same bits as without."""
+    """Return the gradients' differences with and without a recomputation policy, which must be zero."""
     found = []
     for policy in ("none", "half"):
         model = model_of(LATTE).use(sequence=strategy(mesh, LATTE))
@@ -103,8 +103,8 @@ def recomputed(mesh: Mesh) -> dict:
 
 
 def of_padding(mesh: Mesh) -> list[list[tuple]]:
-    """Return, for the second block's input, (tokens of padding, sum of their gradients' sizes), and the same for other
-    tokens."""
+    """Return the number of padding tokens in the second block's input, their summed gradient sizes, and the same for
+    other tokens."""
     found = []
     for config in (LATTE, replace(ODD, depth=2)):
         model = model_of(config).use(sequence=strategy(mesh, config))

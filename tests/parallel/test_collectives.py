@@ -1,4 +1,4 @@
-"""Every collective of opendit/ names the group that it runs over: the default one may be more ranks than are meant."""
+"""Every collective in opendit/ names its group, because the default group may contain too many ranks."""
 
 import ast
 import inspect
@@ -11,12 +11,12 @@ import torch.distributed.nn.functional as differentiable
 
 PACKAGE = Path(__file__).parents[2] / "opendit"
 MODULES = {module.__name__: module for module in (dist, functional, differentiable, dist.distributed_c10d)}
-NO_COLLECTIVES = ("get_", "destroy_", "new_", "set_", "shrink_")  # what else takes a group
-PASSED_TO = "P2POp"  # takes a function that sends or receives, and its group
+NO_COLLECTIVES = ("get_", "destroy_", "new_", "set_", "shrink_")  # functions that take a group but are not collectives
+PASSED_TO = "P2POp"  # takes a send or receive function and its group
 
 
 def group_position(module: str, name: str) -> int | None:
-    """Return the position of the group among the arguments of ``module.name``, or None if it is no collective."""
+    """Return the position of the group among the arguments of ``module.name``, or None if it is not a collective."""
     function = getattr(MODULES[module], name, None)
     if name.startswith(NO_COLLECTIVES) or not callable(function):
         return None
@@ -28,7 +28,7 @@ def group_position(module: str, name: str) -> int | None:
 
 
 def without_group(source: str) -> list[str]:
-    """``line: name`` of every collective in a file that names no group, or that is handed on without being called."""
+    """List collectives without a group, and collectives used without a call, as ``line: name``."""
     tree, modules, functions = ast.parse(source), {}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -44,7 +44,7 @@ def without_group(source: str) -> list[str]:
                     functions[alias.asname or alias.name] = (node.module, alias.name)
 
     def collective(node: ast.AST) -> tuple[str, int] | None:
-        """(name, position of the group) of a collective that this expression is."""
+        """Return the name and group position if the expression is a collective."""
         if isinstance(node, ast.Name) and node.id in functions:
             module, name = functions[node.id]
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:

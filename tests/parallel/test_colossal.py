@@ -1,5 +1,4 @@
-"""ZeroOptimizer's additions to Colossal-AI's: buckets, averages in the step, loss scaling, a step count that can be
-loaded."""
+"""ZeroOptimizer's additions to Colossal-AI: buckets, averages, loss scaling, and a step count that can be loaded."""
 
 import subprocess
 import sys
@@ -20,13 +19,12 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 @pytest.mark.parametrize("elements", [1, 12, 2**26])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_adamw_is_adamw_by_its_formula(dtype, elements):
-    """Gemini's optimizer calls it like this: half-precision gradients, a scale to divide by, some parameters without a
-    gradient."""
+    """Gemini's optimizer passes half-precision gradients and a divisor, and some parameters have no gradient."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2), (1,))]
     lr, betas, decay, eps, scale = 1e-2, (0.9, 0.99), 0.1, 1e-8, 8.0
     for p in params:
-        p.grad_dtype = None  # of any dtype
+        p.grad_dtype = None  # allows any dtype
     adam = FusedAdamW(params, lr=lr, betas=betas, weight_decay=decay, eps=eps)
     adam.elements = elements
     expected = [p.detach().double() for p in params]
@@ -49,7 +47,7 @@ def test_fused_adamw_is_adamw_by_its_formula(dtype, elements):
 
 
 def build(precision: str, clip: float = 0.0, bucket: int | None = None):
-    """A net whose parameter counts don't divide by 2, and a parameter that no loss uses."""
+    """Build a net with parameter counts not divisible by 2 and with an unused parameter."""
     from opendit.parallel.colossal import load
 
     colossal = load()
@@ -69,12 +67,12 @@ def loss_of(module, precision: str, step: int, rank: int):
 
 
 def shards(optimizer):
-    """This rank's masters without padding."""
+    """Return this rank's masters without padding."""
     return [m[:n] for m, n in zip(optimizer.masters, optimizer.own_sizes(), strict=True)]
 
 
 def several_steps(mesh, bucket: int):
-    """Gradients in buckets of ``bucket`` elements and gathers of as many bytes; averages kept by hand as well."""
+    """Train with small buckets and gathers; compare the averages with averages computed by hand."""
     from opendit.kernels.adamw_ema import constant_decays
     from opendit.parallel.colossal import load
 
@@ -104,7 +102,7 @@ def several_steps(mesh, bucket: int):
 
 
 def plain_steps(world: int):
-    """The same training in one process, with torch alone."""
+    """Train the same net in one process with torch alone."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
     adam = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
@@ -122,7 +120,7 @@ def plain_steps(world: int):
 @pytest.mark.parametrize("world,bucket", [(1, 1), (2, 1), (2, 40), (2, 1 << 20)])
 def test_buckets_and_averages(world, bucket):
     norms, weights = plain_steps(world)
-    assert min(norms) > 0.05  # clipped every time
+    assert min(norms) > 0.05  # every step is clipped
     for rank_norms, rank_weights in run_ranks(world, several_steps, bucket):
         assert rank_norms == pytest.approx(norms, rel=1e-5)
         unused, *trained = rank_weights
@@ -149,7 +147,7 @@ def test_one_rank_talks_to_nobody():
 
 
 def overflowing_steps(mesh):
-    """fp16: step 0 is good, step 1 overflows on the last rank only, step 2 is good."""
+    """Run three fp16 steps; step 1 overflows on the last rank only."""
     module, optimizer = build("fp16", clip=0.05)
     history = []
     for step in range(3):
@@ -171,11 +169,11 @@ def test_an_overflow_skips_the_step_and_tells_the_scaler(world):
         assert [moved for _, moved, *_ in history] == [True, False, True]
         assert [count for _, _, count, _ in history] == [1, 1, 2]
         assert [overflows for *_, overflows in history] == [0, 1, 1]
-        assert 0 < norm < 20  # the loss scale of 64 is taken out
+        assert 0 < norm < 20  # the loss scale of 64 is divided out
 
 
 def step_after_loading(mesh, loaded):
-    """One step of a fresh optimizer whose state says that it has taken 9."""
+    """Take one step with a fresh optimizer whose state has the step count ``loaded``."""
     module, optimizer = build("fp32")
     for master in optimizer.masters:
         state = optimizer.optim.init_state(master)

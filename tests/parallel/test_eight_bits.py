@@ -1,4 +1,4 @@
-"""--optimizer adamw8bit under each plugin against one plain process that steps by torchao's functions."""
+"""--optimizer adamw8bit under each plugin is compared with one process that uses torchao's functions."""
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from tests.parallel.engines.test_fsdp import FREED, backward, gathered
 from tests.ranks import run_ranks
 
 STEPS, DECAY, UNIT = 4, 0.01, 256
-# Matrices of which two ranks hold whole units of 256 numbers, so that units are the same on any number of ranks.
+# Each of two ranks holds complete quantisation units of 256 numbers, so the units do not depend on the number of
+# ranks.
 CONFIG = DiTConfig((4, 6), 2, 3, 32, depth=2, num_heads=2, num_classes=6)
-WAYS = {  # plugin, copies of an fsdp model, micro-batches
+WAYS = {  # plugin, fsdp replicas, micro-batches
     1: [("zero2", 1, 1), ("fsdp", 1, 2)],
     2: [("zero2", 1, 2), ("ddp", 1, 1), ("fsdp", 1, 1), ("fsdp", 2, 1)],
 }
@@ -52,7 +53,7 @@ def plain_run(quantised: bool) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def all_trained(mesh, ways) -> list[tuple]:
-    eight_bit_moments.LEAST = UNIT  # of a rank's part: parameters of this model are small
+    eight_bit_moments.LEAST = UNIT  # this model's parameters are small
     found = []
     for plugin, copies, accumulation in ways:
         own = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=copies)) if copies > 1 else mesh
@@ -77,7 +78,7 @@ def test_curves_are_those_of_one_plain_process(world):
     start, exact = dict(build_model().named_parameters()), plain_run(quantised=False)[1]
 
     def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-        """Return the distance between weights, relative to the distance that they moved."""
+        """Return the distance between weights relative to the distance that they moved."""
         of_blocks = [name for name in weights if name.startswith("blocks") and name.endswith(".weight")]
         return max(((one[n] - other[n]).norm() / (other[n] - start[n].detach()).norm()).item() for n in of_blocks)
 

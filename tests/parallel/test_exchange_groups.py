@@ -1,4 +1,4 @@
-"""Ulysses by collectives in groups of samples and heads, against attention in one process, in float64."""
+"""Ulysses by collectives in groups of samples and heads is compared with one process in float64."""
 
 import itertools
 from dataclasses import replace
@@ -20,8 +20,8 @@ from tests.parallel.shared_memory import SharedMemory
 from tests.ranks import run_ranks
 
 HEADS, WIDTH, EPS = 12, 48, 1e-6
-# (samples, tokens, groups, norm across heads, heads of keys, rotations, whether keys are masked). For 13 tokens, 2, 3
-# and 4 ranks have 1, 2 and 3 rows of padding. For 5 tokens, the last of 4 ranks has only padding.
+# (samples, tokens, groups, norm across heads, key heads, rotations, masked keys). With 13 tokens, 2, 3 and 4 ranks
+# have 1, 2 and 3 padding rows. With 5 tokens, the last of 4 ranks has only padding.
 CASES = [
     (2, 12, 2, True, HEADS, "shared", False),
     (2, 13, 1, True, HEADS, "shared", False),
@@ -30,14 +30,14 @@ CASES = [
     (2, 5, 2, False, 4, "shared", False),
     (1, 13, 3, True, HEADS, "shared", False),
     (3, 13, 3, True, HEADS, None, True),
-    (3, 12, 2, False, HEADS, "shared", False),  # 2 groups of heads on 2 and 3 ranks: 2 does not divide the samples
+    (3, 12, 2, False, HEADS, "shared", False),  # groups of heads: 2 does not divide 3 samples
     (4, 5, 2, False, 4, "of samples", True),
     (2, 13, 2, True, HEADS, "channels", False),
 ]
 
 
 def made(case: tuple) -> tuple[Attention, Tensor, Tensor, TokenGrid]:
-    """Return the layer, x, the weights of the loss, and the grid."""
+    """Return the layer, its input, the loss weights and the grid."""
     samples, tokens, _, across, kv_heads, rotations, masked = case
     torch.manual_seed(0)
     layer = Attention(WIDTH, HEADS, Options(qk_norm=True, qk_across=across, qk_eps=EPS), kv_heads).double()
@@ -72,8 +72,8 @@ def gathered(x: Tensor, tokens: int) -> Tensor:
 
 
 def errors(mesh: Mesh, kind: str) -> list[tuple]:
-    """Return the largest differences from one process: of the outputs with and without gradients, and of the gradients
-    of x and of the parameters."""
+    """Return the largest errors of outputs with and without gradients, of x's gradient, and of the parameters'
+    gradients."""
     mesh, found = init_mesh(sequence_parallel=mesh.world_size), []
     for case in CASES:
         layer, x, weights, grid = made(case)
@@ -113,7 +113,7 @@ def test_ranks_together_are_one_process(world, kind):
 
 
 def errors_of_sampling(mesh: Mesh, folder: str) -> list[tuple]:
-    """Return the largest differences from one process, of two layers in a row with each rank's memory open to all."""
+    """Return the largest errors of two successive layers when every rank can access the others' memory."""
     mesh, found = init_mesh(sequence_parallel=mesh.world_size), []
     memory, ops = SharedMemory(Group.of(mesh.sp_group), folder), replace(TORCH_OPS, pack_heads=packed_at_once)
     for case in CASES:
@@ -150,7 +150,7 @@ def without_copies(mesh: Mesh) -> list[tuple]:
         with torch.no_grad():
             layer.output(shards.take(x), grid=replace(grid, shards=shards))
         views = all(len({part.data_ptr() for part in parts}) == 1 for _, *parts in received)
-        size = samples * HEADS // 2 * 14 * 3 * WIDTH // HEADS * 8  # bytes of all received tensors, with padding
+        size = samples * HEADS // 2 * 14 * 3 * WIDTH // HEADS * 8  # bytes of all received tensors with padding
         found.append((len(received), views, sum(parts[0].nbytes() for _, *parts in received) == size))
     return found
 
@@ -158,7 +158,7 @@ def without_copies(mesh: Mesh) -> list[tuple]:
 def test_attention_reads_single_samples_from_the_received_tensor():
     for rank in run_ranks(2, without_copies):
         assert rank[:4] == [(1, True, True), (3, True, True), (2, True, True), (6, True, True)]
-        assert rank[4][0] == 1  # both samples at once
+        assert rank[4][0] == 1  # both samples together
 
 
 def test_samples_are_divided_before_heads():

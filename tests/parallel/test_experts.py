@@ -1,4 +1,4 @@
-"""Experts on different ranks, and experts that choose among tokens of several ranks, against one process."""
+"""Expert parallelism, and expert choice under sequence parallelism, are compared with one process."""
 
 import copy
 from dataclasses import replace
@@ -22,21 +22,21 @@ from tests.parallel.tensor.test_layers import TOLERANCE, model_of
 from tests.parallel.test_products import Meshes
 from tests.ranks import run_ranks
 
-# 15 tokens, 8 experts, of which each takes 4. Without qk_norm the gradient of the keys' bias is rounding noise.
+# 15 tokens and 8 experts that take 4 each. Without qk_norm the gradient of the keys' bias is rounding noise.
 CONFIG: ECDiTConfig = replace(MODELS["EC-DiT"], qk_norm=True)
-TEXT: ECDiTConfig = MODELS["EC-DiT of text"]  # 4 experts, of which each takes 5
+TEXT: ECDiTConfig = MODELS["EC-DiT of text"]  # 4 experts that take 5 tokens each
 SAMPLES = 4
 
 
 def weighted(model, index: slice) -> Tensor:
-    """A loss of these samples of four."""
+    """Return a loss for some of the four samples."""
     output = model(*(part[index] for part in inputs(model.config, SAMPLES)))
     weights = torch.randn(SAMPLES, *output.shape[1:], generator=torch.Generator().manual_seed(1), dtype=output.dtype)
     return (output * weights[index]).sum() / len(output)
 
 
 def exact(mesh: Mesh, config: ECDiTConfig, checkpointed: bool = False) -> dict[str, float]:
-    """The relative error of the loss and of every parameter's gradient, in float64."""
+    """Return relative errors of the loss and of every parameter's gradient in float64."""
     whole = model_of(config)
     wanted = weighted(whole, slice(None))
     expected = dict(
@@ -57,7 +57,7 @@ def exact(mesh: Mesh, config: ECDiTConfig, checkpointed: bool = False) -> dict[s
     assert len(divided) == (0 if group is None else 2 * config.depth)
     for name, parameter in model.named_parameters():
         grad, full = parameter.grad, expected[name]
-        if name in divided:  # the sum over the group's tokens is there
+        if name in divided:  # the gradient is already summed over the expert group's tokens
             assert divided[name].shape == full.shape
             ((start, stop),) = divided[name].cut.ranges[mesh.coordinate("ep")]
             full, grad = full[start:stop], mesh.sum(grad, "ep_shard") / mesh.world_size

@@ -1,4 +1,4 @@
-"""The hardware models of the cost model: their file, cards by name, and measuring."""
+"""The cost model's hardware models: files, cards by name, and measurements."""
 
 import json
 import subprocess
@@ -59,8 +59,8 @@ def test_whose_figures_are_taken(tmp_path, monkeypatch):
     mine = replace(H200, name="NVIDIA Unknown", matmul=1e12)
     save(mine, hardware.default_path())
     assert find_hardware(None, "NVIDIA Unknown")[0] == mine
-    assert find_hardware(None, "NVIDIA A100")[0].name == "A100"  # the file is another card's
-    assert find_hardware(None, None)[0] == H200  # of a plan without a GPU: only where it is named
+    assert find_hardware(None, "NVIDIA A100")[0].name == "A100"  # the file is for another card
+    assert find_hardware(None, None)[0] == H200  # without a GPU, the file must be named
     assert find_hardware(str(hardware.default_path()), None)[0] == mine
     with pytest.raises(ValueError, match="--hardware V100: neither a file .* or one of H200, H100"):
         find_hardware("V100", None)
@@ -70,8 +70,8 @@ def test_rates_by_size():
     assert [H200.gather_rate(ranks) / GIB for ranks in (2, 3, 4, 6, 8, 64)] == [240, 240, 305, 305, 327, 327]
     forward, backward = H200.attention_rates(128, 10**9)
     assert forward == pytest.approx(128 * 5.1e12, rel=1e-5) and backward == pytest.approx(128 * 4.35e12, rel=1e-5)
-    assert H200.attention_rates(128, 115)[0] == pytest.approx(forward / 2 * 115 / 128, rel=1e-5)  # whole tiles of 128
-    assert H200.attention_rates(256, 10**9)[0] == pytest.approx(forward, rel=1e-5)  # no more than of 128
+    assert H200.attention_rates(128, 115)[0] == pytest.approx(forward / 2 * 115 / 128, rel=1e-5)  # in tiles of 128
+    assert H200.attention_rates(256, 10**9)[0] == pytest.approx(forward, rel=1e-5)  # the rate does not grow beyond 128
     assert H200.attention_rates(72, 10**9)[0] == pytest.approx(forward * 72 / 128, rel=1e-5)
 
 
@@ -85,13 +85,13 @@ def test_ranks_measure_the_same():
     assert found[1:] == found[:1] * 3
     whole, halves = found[0]
     assert [ranks for ranks, _ in whole.gather] == [2, 4] and [ranks for ranks, _ in halves.gather] == [2]
-    assert whole.node_link == H200.node_link != halves.node_link  # one machine says nothing of links between machines
+    assert whole.node_link == H200.node_link != halves.node_link  # one node can't measure links between nodes
     assert "node_link" in halves.origin and "node_link" not in whole.origin
     assert all(value > 0 for model in found[0] for value in asdict(model).values() if type(value) is float)
 
 
 def test_one_process_measures_its_card(tmp_path):
-    """The command, alone, writes a file that can be read."""
+    """Run the command without torchrun and read the file that it writes."""
     words = [sys.executable, "-m", "opendit.cli.links", "--out", str(tmp_path / "here.json")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Host memory for state, and the work that is held back until somebody waits for it."""
+"""Host memory for state, and work that is delayed until it is waited for."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Shards that are drawn by themselves against those taken out of the whole."""
+"""Shards drawn by themselves equal slices of the full tensor."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_shards_of_every_kind_of_cut(dims, gap, span, monkeypatch):
 
 @st.composite
 def cuts(draw, size: int, group: str, dim: int | None):
-    """A cut of 2 ranks into up to four ranges in any order, some of them empty."""
+    """Draw a cut for 2 ranks from up to four ranges in any order; some may be empty."""
     edges = [0, *sorted(draw(st.lists(st.integers(0, size), max_size=3))), size]
     ranges, held = list(zip(edges, edges[1:], strict=False)), ([], [])
     for part in draw(st.permutations(ranges)):
@@ -48,7 +48,7 @@ def cuts(draw, size: int, group: str, dim: int | None):
 
 @st.composite
 def layouts(draw):
-    """A rank's layout of one tensor that is cut up to three times: dimensions, then perhaps flat ranges."""
+    """Draw a rank's layout of a tensor that is cut up to three times."""
     dims = ParallelDims(tp=2, dp_replicate=2, dp_shard=2)
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     mesh, chain, left = mesh_of(dims, draw(st.integers(0, 7))), [], shape
@@ -72,7 +72,7 @@ def test_shards_of_any_chain_of_cuts(made, gap):
 
 
 def test_little_more_than_what_is_held_is_drawn(monkeypatch):
-    """Flat ranges and rows nothing more; of columns the rows, where what lies between is short."""
+    """Only the shard's elements are drawn, except that short gaps between columns are drawn too."""
     drawn, draw_range = [], module.draw
     monkeypatch.setattr(module, "draw", lambda *args: drawn.append((args[4], len(args[5]))) or draw_range(*args))
     shape, mesh = (9, 100_000), mesh_of(ParallelDims(dp_shard=4), 2)
@@ -96,7 +96,7 @@ def test_little_more_than_what_is_held_is_drawn(monkeypatch):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_draw_what_one_process_draws(config, world):
-    """Every parameter of every architecture, by rows and flat, from a model on the meta device, bit for bit."""
+    """Every parameter drawn by rows or flat from a meta model matches one process bit for bit."""
     whole = build_model(replace(config, depth=1), seed=3)
     with torch.device("meta"):
         values = InitialValues(build_model(replace(config, depth=1)), 3)
@@ -111,7 +111,7 @@ def test_ranks_draw_what_one_process_draws(config, world):
 
 
 def test_columns_of_heads_after_a_division_over_tensor_parallel_ranks():
-    """A large parameter, of which a rank draws ranges of rows in several chunks."""
+    """A rank draws the row ranges of a large parameter in several chunks."""
     config = replace(CONFIGS[0], hidden_size=1200, num_heads=4, depth=1, adaln_lora=None)
     whole = build_model(config, seed=3)
     name, dims = "blocks.0.mlp.fc2.weight", ParallelDims(dp_shard=2, tp=2)

@@ -1,4 +1,4 @@
-"""Shards against the tensors that numpy, torch.chunk and torch's fully_shard make, on one rank and on 4 and 8."""
+"""Shards are compared with slices by numpy, torch.chunk and torch's fully_shard, on 1, 4 and 8 ranks."""
 
 import random
 from typing import NamedTuple
@@ -19,7 +19,7 @@ WIDTH = HEADS * HEAD
 
 
 def mesh_of(dims: ParallelDims, rank: int) -> Mesh:
-    """A rank of a mesh that makes no groups."""
+    """Return a rank's mesh without creating process groups."""
     mesh = Mesh(rank, dims.world_size, rank, torch.device("cpu"), dims)
     mesh.groups.update(dict.fromkeys(("sp", "tp", "fsdp", "dp_shard", "world", "ep"), None))
     return mesh
@@ -30,7 +30,7 @@ def numbered(shape) -> torch.Tensor:
 
 
 class Case(NamedTuple):
-    """A parameter, its cuts for a rank, and the shard that is expected, by numpy."""
+    """A parameter, its cuts on one rank, and the shard that numpy takes."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def cases(dims: ParallelDims, rank: int) -> list[Case]:
-    """Flat, dim-0, rows, columns and heads, alone and followed by a division over ``fsdp``."""
+    """Return flat, dim-0, row, column and head cuts, some divided again over ``fsdp``."""
     tp, shards, world = dims.tp, dims.size("fsdp"), dims.world_size
     t, s = dims.coordinate("tp", rank), dims.coordinate("fsdp", rank)
 
@@ -79,7 +79,7 @@ def cases(dims: ParallelDims, rank: int) -> list[Case]:
 
 
 def chunks(world: int) -> tuple:
-    """Ranges as Gemini's chunks have them: some ranks hold nothing, others unequal parts."""
+    """Return ranges like those of Gemini's chunks: some are empty, others are unequal."""
     edges = [(0, 0), (0, 1), (1, 6), (6, 6)] if world > 1 else [(0, 6)]
     return tuple((edges[min(rank, 3)],) for rank in range(world)) if world != 2 else (((0, 1),), ((1, 6),))
 
@@ -118,7 +118,7 @@ def test_a_shard_is_the_slice_that_numpy_takes(dims):
 
 
 def test_what_every_rank_takes_is_the_tensor_once():
-    """Over all ranks, every element of a parameter is held by as many as it is replicated on."""
+    """Every element is held by as many ranks as there are replicas."""
     for dims in MESHES:
         held: dict[str, np.ndarray] = {}
         for rank in range(dims.world_size):
@@ -156,7 +156,7 @@ def test_cuts_that_are_none_are_refused():
 
 
 def test_random_ranges():
-    """Any division of a dimension at any order: shards hold what they say, together the tensor."""
+    """Random divisions of a dimension give the expected shards."""
     draw = random.Random(0)
     for _ in range(50):
         size, ranks, dim = draw.randint(1, 12), draw.randint(1, 4), draw.choice((None, 0, 1))
@@ -175,7 +175,7 @@ def test_random_ranges():
 
 
 def gathered(mesh: Mesh, meshes: list[ParallelDims]) -> int:
-    """Gathers every case on every mesh; how many."""
+    """Gather every case on every mesh; return the number of gathers."""
     count = 0
     for dims in meshes:
         layout, found = layout_of(init_mesh(dims=dims))
@@ -184,7 +184,7 @@ def gathered(mesh: Mesh, meshes: list[ParallelDims]) -> int:
                 shard = torch.from_numpy(np.array(case.expected)).to(dtype)
                 before, full = shard.clone(), layout.gather(case.name, shard)
                 assert torch.equal(full, numbered(case.shape).to(dtype)), (case.name, dims, mesh.rank)
-                full.add_(1)  # memory of its own
+                full.add_(1)  # must not share memory with the shard
                 assert torch.equal(shard, before) and full.dtype == dtype
                 count += 1
     if mesh.world_size == 4:
@@ -194,7 +194,7 @@ def gathered(mesh: Mesh, meshes: list[ParallelDims]) -> int:
 
 
 def collectives_of_a_gather() -> None:
-    """One all-gather a cut, of no more than the shards padded to the longest; none for what is whole."""
+    """Check that every cut takes one all-gather of at most the padded shards, and that replicated tensors take none."""
     layout, found = layout_of(init_mesh(dims=ParallelDims(dp_shard=2, tp=2)))
     sent, original = [], dist.all_gather_into_tensor
 
@@ -216,7 +216,7 @@ def collectives_of_a_gather() -> None:
 
 
 def as_fully_shard_divides() -> None:
-    """The shards of torch's FSDP2, of whole weights and of tensor-parallel ones, and back."""
+    """Compare with FSDP2's shards of full and tensor-parallel weights, and gather them."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

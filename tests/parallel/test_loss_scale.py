@@ -1,4 +1,4 @@
-"""The loss scale on the device against Colossal-AI's scaler, which zero2 and gemini have."""
+"""The loss scale on the device is compared with Colossal-AI's scaler, which zero2 and gemini use."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def their_scaler():
 
     def build(**settings):
         scaler = DynamicGradScaler(min_scale=1, max_scale=2**32, **settings)
-        for name in ("_scale", "_min_scale", "_max_scale"):  # it puts them on a GPU where there is one
+        for name in ("_scale", "_min_scale", "_max_scale"):  # DynamicGradScaler puts them on a GPU if there is one
             setattr(scaler, name, getattr(scaler, name).cpu())
         return scaler
 
@@ -56,7 +56,7 @@ def test_it_begins_as_theirs(their_scaler):
 
 def test_its_state_can_be_another_plugin_s():
     scale = LossScale(torch.device("cpu"))
-    scale.load(dict(scale=1024.0, growth=7))  # ddp's
+    scale.load(dict(scale=1024.0, growth=7))  # ddp saves no hysteresis
     assert scale.state() == dict(scale=1024.0, growth=7, hysteresis=0)
     scale.load(dict(scale=512.0, growth=0, hysteresis=1))
     scale.update(torch.tensor(False))

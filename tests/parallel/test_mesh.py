@@ -1,4 +1,4 @@
-"""Named groups of 1-D to 4-D meshes, against tables that numpy makes; sums over them on 8 ranks."""
+"""Mesh groups are compared with tables made by numpy, and summed over on 8 ranks."""
 
 import random
 
@@ -21,11 +21,11 @@ MESHES = [
     ParallelDims(sp=8),
     ParallelDims(dp_shard=8, ep=8),
 ]
-FOUR = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "sp": 2, "tp": 2}  # 4-D, of 16 ranks: by the table alone
+FOUR = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "sp": 2, "tp": 2}  # 16 ranks: compared with the table only
 
 
 def table(dims: ParallelDims, name: str) -> np.ndarray:
-    """(groups, ranks of a group), each row sorted as the mesh is: an arange, reshaped and transposed."""
+    """Return an array (groups, ranks in a group) from a reshaped arange."""
     ranks = np.arange(dims.pp * dims.dp_replicate * dims.dp_shard * dims.sp * dims.tp)
     if name in ("ep", "ep_shard"):
         grid = ranks.reshape(dims.pp * dims.dp_replicate, -1, dims.ep)
@@ -92,7 +92,7 @@ def test_sizes_that_do_not_fit_are_one_clear_line():
 
 
 def all_groups(mesh: Mesh) -> list:
-    """Per mesh and name: ranks of this rank's group and of torch's mesh, and the sum of 2^rank over it."""
+    """Return this rank's groups and the sums of 2^rank over them, for every mesh and name."""
     results = []
     for dims in MESHES:
         mesh = init_mesh(dims=dims)
@@ -113,7 +113,7 @@ def all_groups(mesh: Mesh) -> list:
 
 
 def views_of_one_mesh() -> list:
-    """Flattened and folded dimensions in torch's mesh, and slices of it."""
+    """Return grids and groups of torch meshes with flattened dimensions."""
     mesh, found = init_mesh(dims=ParallelDims(dp_replicate=2, dp_shard=1, sp=2, tp=2, ep=2)), []
     for names in (("dp_replicate", "fsdp", "tp"), ("dp_replicate", "ep_shard", "ep"), ("loss", "tp"), ("world",)):
         whole = mesh.device_mesh(*names)
@@ -127,7 +127,7 @@ def views_of_one_mesh() -> list:
 
 
 def lazy_groups() -> tuple:
-    """(groups that are made at the start, whether a group of all ranks is the default one, for each name)."""
+    """Return which groups exist at the start, and whether groups of all ranks are the default group."""
     plain, shared, alone = init_mesh(), init_mesh(sequence_parallel=8), init_mesh()
     own = alone.own_group("tp")
     assert alone.group("tp") is None and dist.get_process_group_ranks(own) == [alone.rank] and own is not None
@@ -137,7 +137,7 @@ def lazy_groups() -> tuple:
 
 
 def grids_of_a_sequence() -> list:
-    """The two groups of split_sequence, of sequences of 8 and of 4 ranks."""
+    """Return split_sequence's two groups for sequences over 8 and 4 ranks."""
     grids = []
     for dims, inner in ((ParallelDims(sp=8), 2), (ParallelDims(dp_shard=2, sp=4), 2), (ParallelDims(sp=4, tp=2), 2)):
         groups = init_mesh(dims=dims).split_sequence(inner)
@@ -157,7 +157,7 @@ def test_sums_over_every_named_group_of_eight_ranks():
         assert three[1:] == (cube.tolist(), lines) and experts[1:] == (cube.tolist(), lines)
         assert two[1:] == (cube.reshape(4, 2).tolist(), [cube[:, :, k].ravel().tolist(), cube[i, j].tolist()])
         assert one[1:] == (list(range(8)), [list(range(8))])
-        # A run makes no communicator but those it uses; a sequence group is one of its own even of all ranks.
+        # A run creates only the communicators that it uses. A sequence group is separate even if it has all ranks.
         assert plain == [] and shared == ["sp"] and all(default) and not own
         flat, blocks, with_tp = grids
         assert flat == [cube.reshape(4, 2)[rank // 2].tolist(), cube.reshape(4, 2)[:, rank % 2].tolist()]

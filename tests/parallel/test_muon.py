@@ -1,4 +1,4 @@
-"""Muon against torch.optim.Muon's algorithm written out in fp32, in one process and divided among ranks."""
+"""Muon is compared with torch.optim.Muon's algorithm in fp32, in one process and on several ranks."""
 
 import math
 from dataclasses import replace
@@ -27,13 +27,13 @@ def off_by(ours: Tensor, theirs: Tensor) -> float:
 
 
 def parts(name: str, weight: Tensor) -> list[Tensor]:
-    """The matrices of a parameter: q, k and v are three."""
+    """Return a parameter's matrices; qkv has three."""
     return list(weight.chunk(3)) if "qkv" in name else [weight]
 
 
 def muon_update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-    """torch.optim.Muon's update of one matrix with Nesterov momentum and match_rms_adamw, in the gradient's precision;
-    its learning rate is 1 and ``buffer`` is changed."""
+    """Return torch.optim.Muon's update with Nesterov momentum, match_rms_adamw and learning rate 1; changes
+    ``buffer``."""
     buffer.lerp_(gradient, 1 - momentum)
     x = gradient.lerp(buffer, momentum)
     tall = x.size(0) > x.size(1)
@@ -54,7 +54,7 @@ def test_an_orthogonalised_matrix_is_torchs(shape):
     assert off_by(ours, fp32) < 1e-6
     weight.grad, before = gradient.clone(), weight.detach().clone()
     torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
-    assert off_by(before - weight.detach(), fp32) < 3e-2  # it computes in bf16
+    assert off_by(before - weight.detach(), fp32) < 3e-2  # torch computes in bf16
 
 
 def test_matrices_of_all_shapes_at_once_and_in_several_parts(monkeypatch):
@@ -97,7 +97,7 @@ def test_ranks_share_the_work_evenly():
 
 
 def plain_run(momentum: float = MOMENTUM) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, weights and Muon's buffers of one process, with torch's AdamW for the rest."""
+    """Return losses, weights and Muon buffers from one process, with torch's AdamW for the other parameters."""
     model = build_model()
     named = dict(model.named_parameters())
     matrices = {name: p for name, p in named.items() if name.endswith(MATRICES)}
@@ -120,7 +120,7 @@ def plain_run(momentum: float = MOMENTUM) -> tuple[list[float], dict[str, Tensor
     return losses, {name: p.detach() for name, p in named.items()}, buffers
 
 
-WAYS = {  # plugin, copies of an fsdp model, micro-batches, precision
+WAYS = {  # plugin, fsdp replicas, micro-batches
     1: [("zero2", 1, 1), ("ddp", 1, 1), ("fsdp", 1, 2)],
     2: [("zero2", 1, 2), ("ddp", 1, 2), ("fsdp", 1, 1), ("fsdp", 2, 1)],
     4: [("zero2", 1, 1), ("ddp", 1, 1), ("fsdp", 1, 1), ("fsdp", 2, 1)],

@@ -1,4 +1,4 @@
-"""Packs whose tokens ranks share: captions, segments that lie on two ranks, ranks of padding alone."""
+"""Packs under sequence parallelism: captions, segments that span two ranks, and ranks with only padding."""
 
 import functools
 
@@ -48,7 +48,7 @@ def wanted(name: str):
     ("name", "kind", "padding"),
     (
         ("vDiT", "ulysses", 1),
-        ("vDiT", "fastseq", 73),  # the second rank has padding alone
+        ("vDiT", "fastseq", 73),  # the second rank has only padding
         ("vDiT", "direct fastseq", 3),
         ("MovieGen", "ulysses", 1),
     ),

@@ -1,5 +1,7 @@
-"""Engines under every product of tensor, pipeline, sequence and expert parallelism, against one plain process: curves,
-averages and moments, checkpoints that another product resumes, and gradients that are not finite on one rank."""
+"""Engines under all combinations of tensor, pipeline, sequence and expert parallelism are compared with one process.
+
+The tests cover loss curves, averages, moments, resumption under another combination, and non-finite gradients.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -38,16 +40,16 @@ from tests.ranks import run_ranks
 from train import EagerPasses
 
 RANKS, SAMPLES, CLIP, LR, DECAY = 4, 16, 0.2, 2e-3, 0.7
-# Without qk_norm the gradient of the keys' bias is rounding noise. 5 blocks make unequal stages. Each expert takes 4
-# of the 15 tokens.
+# Without qk_norm the gradient of the keys' bias is rounding noise. Five blocks make unequal stages. Each expert takes
+# 4 of the 15 tokens.
 CONFIGS: dict[str, DiTConfig] = {
     "dense": replace(MODELS["DiT"], qk_norm=True),
     "deep": replace(MODELS["DiT"], depth=5, qk_norm=True),
     "experts": replace(MODELS["EC-DiT"], depth=3, qk_norm=True),
-    # No parameter count divides by 4 ranks throughout.
+    # Some parameter counts are not divisible by 4 ranks.
     "odd": DiTConfig((6, 10), 2, 3, 36, depth=3, num_heads=6, num_classes=5, qk_norm=True),
     "axial": replace(MODELS["ST-DiT"], text=None, num_classes=5, full_attention=False),
-    # Public models; two heads, tokens of media and captions that 2 ranks can't share evenly.
+    # Public models; 2 ranks can't share their media and caption tokens evenly.
     "flux": public_config("flux", FLUX, (6, 10), 7),
     "flux2": public_config("flux2", FLUX2, (3, 5), 7),
     "z_image": public_config("z_image", Z_IMAGE | dict(n_heads=2, axes_dims=[4, 6, 8]), (6, 10), 40),
@@ -59,8 +61,7 @@ CONFIGS |= {f"{name}, LoRA": config for name, config in CONFIGS.items()}
 PICTURES = dict(num_layers=3, in_channels=12, image_dim=6, added_kv_proj_dim=28)  # image to video
 CONFIGS["wan, LoRA"] = public_config("wan", WAN | PICTURES, (3, 6, 10), 5)
 PUBLIC = ("flux", "z_image", "wan")
-# Of layers of every rule, in and beside the blocks, and a layer that is trained as a whole, which every stage of a
-# pipeline has.
+# Layers of every rule inside and outside the blocks. Every pipeline stage has the fully trained layer.
 TARGETS = "attn.*", "cross_attn.*:2", "fc1", "fc2", "adaLN_modulation.*:4"
 BESIDE = "media_refiner.**", "text_refiner.**:2", "final_layer.linear:1"
 LORA = Lora(3, 18.0, "", TARGETS + BESIDE)
@@ -69,12 +70,12 @@ WITH_LORA = {"t_embedder.mlp.2.weight"}
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train on 4 ranks.
+    """A training setup on 4 ranks.
 
     Attributes:
-        sizes: of the mesh, as in ParallelDims.
-        kind: of sequence parallelism.
-        how: passed to apply_parallel.
+        sizes: the mesh sizes for ParallelDims.
+        kind: the type of sequence parallelism.
+        how: arguments of apply_parallel.
     """
 
     sizes: dict[str, int]
@@ -162,16 +163,16 @@ CASES = {
             Case(dict(sp=2), "zero2", model=name, how=CHECKPOINTED),
             Case(dict(pp=2), "fsdp", model=name, micro_batches=4, sharding=FREED, how=CHECKPOINTED),
             Case(dict(pp=2, tp=2), "zero2", model=other, micro_batches=4),
-            # Rotations of all heads' channels, of which a rank has its tokens' and its heads'.
+            # Rotations cover all heads' channels; a rank holds those for its tokens and heads.
             *([Case(dict(sp=2, tp=2), "zero2", model="ltx")] if name == "wan" else []),
-            # Modulation in parts of low rank, with captions that are narrower than the blocks.
+            # Low-rank modulation, and captions that are narrower than the blocks.
             *([Case(dict(pp=2, tp=2), "zero2", model="cosmos2", micro_batches=4)] if name == "wan" else []),
         ]
         for name in PUBLIC
-        for other in ("flux2" if name == "flux" else name,)  # which has what FLUX.1 has, and modulation that is shared
+        for other in ("flux2" if name == "flux" else name,)  # FLUX.2 also has shared modulation
     },
 }
-# One telling case a kind of product and plugin, of the lists above; these take longer.
+# One case for each kind of parallelism and plugin; the complete lists take longer.
 CASES["some"] = [
     *(CASES["tensor"][place] for place in (0, 3, 6)),
     *(CASES["pipeline"][place] for place in (0, 3, 6, 8)),
@@ -180,7 +181,7 @@ CASES["some"] = [
     LORA_CASES[4],
     *(CASES["flux"][place] for place in (0, 3)),
 ]
-# In half precision, against zero2 without other parallelism, the first of each list.
+# Half precision is compared with zero2 without other parallelism, the first case of each list.
 HALF_CASES = {
     "tensor": [
         Case({}, "zero2", **HALF),
@@ -209,7 +210,7 @@ HALF_CASES = {
         Case(dict(pp=2), "zero2", precision="fp16", **PIPELINE),
     ],
 }
-# What is saved, in shards or whole, and what resumes it.
+# (saved case, whether the checkpoint is sharded, setups that resume it).
 RESUMED = {
     "dense": [
         (Case(dict(tp=2), "zero2", model="deep"), True, [(dict(), "fsdp"), (dict(tp=4), "ddp"), (dict(pp=4), "ddp")]),
@@ -228,7 +229,7 @@ RESUMED = {
         (Case(dict(), "zero2", **EXPERTS), True, [(dict(ep=2, dp_replicate=2), "fsdp")]),
     ],
 }
-# Cases in fp16, and the ranks that have an infinity in a gradient. (Of ddp's equal gradients all copies have it.)
+# fp16 cases, and the ranks with an infinite gradient. Under ddp, all replicas have it.
 BAD = [
     (Case(dict(tp=2), "ddp", precision="fp16"), (1, 3)),
     (Case(dict(tp=2), "zero2", precision="fp16"), (3,)),
@@ -240,7 +241,7 @@ BAD = [
 
 
 def made(name: str, build: Callable[[DiTConfig], DiT] = build_model) -> DiT:
-    """Build a model, with LoRA if it has that in its name."""
+    """Build a model, with LoRA if its name says so."""
     model = build(CONFIGS[name])
     if name.endswith("LoRA"):
         add_lora(model, LORA, WITH_LORA, seed=0)
@@ -250,13 +251,13 @@ def made(name: str, build: Callable[[DiTConfig], DiT] = build_model) -> DiT:
 def weights_of(model: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     built = randomised(made(model))
-    if is_public(model):  # whose matrices begin too small for gradients that are not rounding
+    if is_public(model):  # the usual initialisation is too small: gradients would be rounding noise
         randomise(built, std=0.05)
     return {name: p.detach() for name, p in built.named_parameters()}
 
 
 def steps_of(model: str) -> int:
-    if model == "z_image, LoRA":  # in which rounding errors grow tenfold a step
+    if model == "z_image, LoRA":  # rounding errors grow tenfold with each step
         return 2
     return 8 if model.endswith("LoRA") else 3
 
@@ -272,7 +273,7 @@ def samples(model: str, step: int, some: slice) -> MicroBatch:
     if is_public(model):
         y = captions_of(model, generator)
     given = None
-    if in_place := CONFIGS[model].given_in_place:  # the first frame of some samples, whose tokens are at another time
+    if in_place := CONFIGS[model].given_in_place:  # some first frames are given, with another timestep
         given = give(x, torch.randint(2, (SAMPLES,), generator=generator))[some]
     elif CONFIGS[model].given_beside:
         given = give_beside(torch.randn(x.shape, generator=generator))[some]
@@ -281,7 +282,7 @@ def samples(model: str, step: int, some: slice) -> MicroBatch:
 
 
 def captions_of(model: str, generator: torch.Generator) -> TextCondition:
-    """Make a caption of unequal length for every sample."""
+    """Make captions of random lengths, one per sample."""
     config = CONFIGS[model]
     most, pooled = config.text.max_tokens, config.spec.text.pooled
     lengths = torch.randint(most if model.startswith("flux") else 1, most + 1, (SAMPLES, 1), generator=generator)
@@ -292,7 +293,7 @@ def captions_of(model: str, generator: torch.Generator) -> TextCondition:
 
 
 def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Return losses, norms, averages and first moments of one process in fp32, by torch's AdamW.
+    """Return losses, norms, averages and first moments from one process in fp32 with torch's AdamW.
 
     A first moment is a mean of clipped gradients, so a wrong scale shows in it.
     """
@@ -318,7 +319,7 @@ def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], d
 
 
 class Meshes(dict):
-    """Meshes of 4 ranks by their sizes; each is made once."""
+    """Creates each mesh of 4 ranks once."""
 
     def of(self, sizes: dict[str, int]) -> Mesh:
         key = tuple(sizes.items())
@@ -328,7 +329,7 @@ class Meshes(dict):
 
 
 def engine_of(mesh: Mesh, case: Case, empty: bool = False) -> Engine:
-    """Build the engine of a case, with the weights of ``weights_of``, or with -1 everywhere."""
+    """Build the engine of a case with the weights of ``weights_of``, or with all weights -1."""
     config, full = CONFIGS[case.model], weights_of(case.model)
     model = made(case.model, empty_model)
     sequence = None
@@ -349,7 +350,7 @@ def engine_of(mesh: Mesh, case: Case, empty: bool = False) -> Engine:
 
 
 def train(mesh: Mesh, case: Case, engine: Engine, ema: EMA, steps: range, spoil=lambda: None):
-    """Return the losses of these steps, the norms of their gradients, and which steps were finite."""
+    """Return the losses and gradient norms of these steps, and which steps were finite."""
     runner, losses, norms, finite = build_runner(EagerPasses(engine, SquaredError(), case.micro_batches)), [], [], []
     share = SAMPLES // case.micro_batches // mesh.dp_size
     for step in steps:
@@ -400,7 +401,7 @@ def test_curves_averages_and_moments_are_those_of_one_process(kind):
         names = {name for name, p in made(case.model).named_parameters() if p.requires_grad}
         assert set().union(*(moments for *_, moments, _ in of_ranks)) == names, case
         every = plan_of(CONFIGS[case.model]).stages.every if case.sizes.get("pp", 1) > 1 else ()
-        for *_, shared in of_ranks:  # what every stage has stays the same on all of them, bit for bit
+        for *_, shared in of_ranks:  # parameters on every stage stay bitwise equal on all of them
             assert shared.keys() == {name for name in names if name.partition(".")[0] in every}, case
             assert all(torch.equal(weight, of_ranks[0][-1][name]) for name, weight in shared.items()), case
     for runs in results:
@@ -408,19 +409,19 @@ def test_curves_averages_and_moments_are_those_of_one_process(kind):
             losses, norms, averages, moments = plain[case.model]
             bound = 2e-5 if case.model.endswith("LoRA") else 1e-5
             assert off_by(curve, losses) < bound and off_by(of_gradients, norms) < bound, case
-            bound = 3e-4 if is_public(case.model) else 1e-4  # their small gradients are sums of larger terms
+            bound = 3e-4 if is_public(case.model) else 1e-4  # small gradients are sums of larger terms
             for name in ours:
                 assert off(ours[name], moments[name]) < bound, (case, name)
                 assert off(means[name], averages[name]) < bound, (case, name)
         (reference, _, _, first, _), *others = runs[len(exact) :] or [[None] * 5]
         for case, (curve, _, _, ours, _) in zip(half[1:], others, strict=True):
-            assert off_by(curve, reference) < 2e-3, case  # 2^-9 relative rounding of weights and activations
+            assert off_by(curve, reference) < 2e-3, case  # bf16 rounds weights and activations by up to 2^-9
             for name in ours:
                 assert off(ours[name], first[name]) < 0.03, (case, name)  # 0.013 measured
 
 
 def state_of(mesh: Mesh, engine: Engine, ema: EMA) -> dict[str, Tensor]:
-    """Gather every number of the state, from all stages."""
+    """Gather the complete state from all stages."""
     state = {f"model.{name}": full for name, full in gathered(engine, engine.masters()).items()}
     for key in MOMENTS:
         full = gathered(engine, {name: engine.moments(name)[key] for name in engine.shapes})
@@ -432,7 +433,7 @@ def state_of(mesh: Mesh, engine: Engine, ema: EMA) -> dict[str, Tensor]:
 
 
 def resumed(mesh: Mesh, folder: Path, saves: list[tuple]) -> list:
-    """Return what a resumption reads otherwise than it was saved: nothing should."""
+    """Return differences between saved and resumed states; the list should be empty."""
     different, meshes = [], Meshes()
     for number, (case, sharded, others) in enumerate(saves):
         mesh, config = meshes.of(case.sizes), CONFIGS[case.model]
@@ -464,7 +465,7 @@ def test_a_checkpoint_is_resumed_under_any_other_product(kind, tmp_path):
 
 
 def after_bad_gradients(mesh: Mesh, cases: list) -> list[tuple[list, bool, dict[str, float]]]:
-    """Take two steps of each case; return which were finite, whether nothing has changed, and the loss scale."""
+    """Take two steps per case; return which were finite, whether the weights are unchanged, and the scaler's state."""
     found, meshes = [], Meshes()
     for case, ranks in cases:
         mesh = meshes.of(case.sizes)
@@ -489,5 +490,5 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(cases):
     for rank in run_ranks(RANKS, after_bad_gradients, cases):
         for (case, _), (finite, same, scaler) in zip(cases, rank, strict=True):
             assert finite == [False, False] and same, case
-            halved = 2 if case.plugin == "ddp" else 1  # torch's scaler halves at each bad step
+            halved = 2 if case.plugin == "ddp" else 1  # torch's scaler halves at every bad step
             assert scaler["scale"] == 2.0 ** (16 - halved), (case, scaler)

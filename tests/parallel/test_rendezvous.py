@@ -1,4 +1,4 @@
-"""Processes that can't meet: one line that says why."""
+"""Processes that can't find each other stop with one line that says why."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Token routing where ranks share every sample's tokens, by each strategy, against one process."""
+"""Token routing under every type of sequence parallelism is compared with one process."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ CONFIGS = {
     "plain": IMAGE,
     "modern": replace(IMAGE, norm="rms", mlp="swiglu", positions="rope", qk_norm=True),
     "sprint": replace(IMAGE, sprint=(1, 3)),
-    "clips": MovieGenConfig((2, 6, 6), (1, 2, 2), 2, 48, 4, 2, text=TextConfig("bytes", 32, 7, True)),  # 18, and 11
+    "clips": MovieGenConfig((2, 6, 6), (1, 2, 2), 2, 48, 4, 2, text=TextConfig("bytes", 32, 7, True)),  # 18, 11 kept
 }
 KINDS = ("fastseq", "fastseq, kept", "ulysses", "ring", "direct fastseq", "direct ulysses")
 CASES = {
@@ -41,7 +41,7 @@ def run(model: DiT, samples: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def differences(mesh) -> dict[tuple[str, str, bool], tuple[float, float]]:
-    """Relative errors of the output, and of the worst gradient."""
+    """Return relative errors of the output and of the worst gradient."""
     mesh, found = init_mesh(sequence_parallel=mesh.world_size), {}
     for name, kind in CASES[mesh.world_size]:
         whole, wanted = run(fresh(CONFIGS[name]))

@@ -1,4 +1,4 @@
-"""Rules of plans cover every parameter, and their slices tile it; shard units and stages."""
+"""Plans' rules cover every parameter, and their slices tile it; shard units and pipeline stages."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ RECORDED = recorded_estimates.configs()
 NAMED_MODELS = {name: RECORDED[name] for name in (*NAMES, *VIDEO_NAMES)}
 CONFIGS = dict(zip(test_zoo.NAMED, test_zoo.CONFIGS, strict=True))  # every architecture, condition and option
 CONFIGS |= {name: replace(c, depth=2) for name, c in RECORDED.items() if "bytes" in name}
-# Modulations of low rank with a bias of their own, and shared ones.
+# Low-rank modulations with biases, and shared modulations.
 LOW_RANK = {"adaln_lora": 3, "bias": True, "positions": "learned"}
 CONFIGS |= {
     f"{config.kind} revision {revision}": replace(config, revision=revision, **LOW_RANK)
@@ -44,7 +44,7 @@ CONFIGS |= {
 
 
 def bare(config: DiTConfig) -> nn.Module:
-    """The model, its weights not there."""
+    """Build the model on the meta device."""
     with torch.device("meta"):
         return build_model(config)
 
@@ -82,7 +82,7 @@ def test_a_rule_is_asked_for_by_a_name_that_one_pattern_fits():
 
 
 def coverage(shape: tuple[int, ...], rule: Rule, size: int) -> Tensor:
-    """Count in how many ranks' slices each number of a tensor is."""
+    """Count how many ranks' slices contain each element of a tensor."""
     count = torch.zeros(shape, dtype=torch.int64)
     for rank in range(size):
         parts = local_slices(shape, rule, rank, size)
@@ -119,7 +119,7 @@ def test_slices_of_all_ranks_tile_the_tensor(size):
 
 
 def test_slices_keep_sections_and_heads_together():
-    """[q; k; v] of 4 heads of queries that share 2, of size 3; two halves of 4; rows of 7 in 3 unequal shares."""
+    """The cases are [q; k; v] with 4 query and 2 key heads, two halves of 4 rows, and 7 rows in unequal shares."""
     rows = [part[0] for part in local_slices((24, 5), Heads((4, 2, 2)), 1, 2)]
     assert rows == [slice(6, 12), slice(15, 18), slice(21, 24)]
     assert [part[0] for part in local_slices((8, 5), Column(2), 1, 2)] == [slice(2, 4), slice(6, 8)]
@@ -137,7 +137,7 @@ def test_slices_keep_sections_and_heads_together():
         ((12, 4), Column(2), "6 features can't be divided evenly into 4 ranks"),
         ((9, 4), Column(2), "9 features can't be divided evenly into 2 sections"),
         ((4, 10), Row(), "10 features can't be divided evenly into 4 ranks"),
-        ((4, 24), Row(heads=6), "6 heads can't be divided evenly into 4 ranks"),  # though 24 features can
+        ((4, 24), Row(heads=6), "6 heads can't be divided evenly into 4 ranks"),  # although 24 features can
         ((32, 4), Heads((4, 2, 2)), "2 heads can't be divided evenly into 4 ranks"),
         ((30, 4), Heads((4, 2, 2)), "30 features can't be divided evenly into 8 heads"),
         ((6, 2, 2), Expert(), "6 experts can't be divided evenly into 4 ranks"),
@@ -155,7 +155,7 @@ def test_a_rank_is_one_of_its_group(rank, size):
 
 
 def test_sizes_are_refused_where_slices_do_not_divide():
-    """The check by numbers, for the flag, and the slices themselves, of every named model."""
+    """check_divisible refuses exactly the sizes for which local_slices fails, for every named model."""
     outcomes = set()
     for config in NAMED_MODELS.values():
         rules = plan_of(config).rules(config)
@@ -231,7 +231,7 @@ def test_stages_have_neighbours_evenly(depth, stages):
 
 
 def test_stages_have_as_little_work_as_the_slowest_can_have():
-    """Against every other way to cut a few blocks."""
+    """The division is compared with all other divisions of a few blocks."""
     for depth, stages, first, last in ((7, 3, 0.1, 0.4), (8, 2, 0.0, 2.2), (9, 4, 1.7, 0.0), (5, 5, 3.0, 0.1)):
 
         def slowest(counts, first=first, last=last) -> float:

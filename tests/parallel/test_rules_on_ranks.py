@@ -1,5 +1,4 @@
-"""Results computed from the slices of plans' rules add up to the whole (column, then row, and so on), in float64 and
-one process: the reference of tensor parallelism."""
+"""Partial results from the slices of plans' rules add up to the full result, in float64 in one process."""
 
 import itertools
 import math
@@ -39,7 +38,7 @@ def product(x: Tensor, w: Weights, name: str, bias: bool = True) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, w: Weights, mask: Tensor | None = None) -> Tensor:
-    """Heads (B, N, H, d) with shared keys and values (B, M, K, d), to (B, N, H d); scores written out."""
+    """Attention of heads (B, N, H, d) to shared keys and values (B, M, K, d), returned as (B, N, H d)."""
     if "q_norm.weight" in w:
         q, k = (x * (x.square().mean(-1, True) + 1e-6).rsqrt() * w[f"{n}_norm.weight"] for n, x in (("q", q), ("k", k)))
     shared = q.shape[2] // k.shape[2]
@@ -75,7 +74,7 @@ def mlp_of_a_rank(x: Tensor, w: Weights, rank: int, size: int) -> Tensor:
 
 
 def experts_of_a_rank(x: Tensor, w: Weights, rank: int) -> Tensor | float:
-    """One sample and one expert at a time; every rank chooses among all tokens for its own experts."""
+    """Compute one sample and expert at a time; each of this rank's experts chooses among all tokens."""
     if "router.weight" not in w:
         return 0.0
     affinity, here = product(x, w, "router").softmax(-1), len(w["expert_fc1"])
@@ -92,8 +91,11 @@ def experts_of_a_rank(x: Tensor, w: Weights, rank: int) -> Tensor | float:
 def compare_with_ranks(
     module: nn.Module, rules: dict[str, Rule], of_a_rank: Callable, inputs: list[Tensor], given: tuple, size: int
 ) -> None:
-    """``module``'s output and gradients against those of ranks that have their slices and a copy of the inputs: what
-    ``of_a_rank`` returns is summed, and a rank adds what biases of row-parallel layers it has."""
+    """Compare ``module``'s output and gradients with those of simulated ranks.
+
+    Each rank has its slices and a copy of the inputs. The results of ``of_a_rank`` are summed, and each rank then adds
+    the biases of its row-parallel layers.
+    """
     full = dict(module.named_parameters())
     generator = torch.Generator().manual_seed(3)
     output = module(*inputs, *given)
@@ -112,7 +114,7 @@ def compare_with_ranks(
     sums = [total + sum(ranks[r][name] for name in biases) for r in range(size)]
     for result in sums:
         torch.testing.assert_close(result, output, rtol=1e-10, atol=1e-12)
-    for r in range(size):  # outside of the sum every rank has its own copy of everything
+    for r in range(size):  # each rank adds its own copy of the biases after the sum
         for name in biases:
             (ranks[r][name].grad,) = torch.autograd.grad((sums[r] * upstream).sum(), ranks[r][name], retain_graph=True)
     leaves = [value for rank in ranks for name, value in rank.items() if name not in biases]

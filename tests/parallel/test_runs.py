@@ -1,4 +1,4 @@
-"""Runs of shards against the indices that numpy keeps when it cuts an array, for any nest of cuts."""
+"""Runs of shards are compared with the indices that numpy selects, for arbitrarily nested cuts."""
 
 import math
 
@@ -15,7 +15,8 @@ shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 @st.composite
 def cuts_for(draw, shape: tuple[int, ...], parts: int, depth: int) -> list[list[tuple]]:
-    """``parts`` shards of a tensor that hold each element once: the slices of each. Ranges in any order, some empty."""
+    """Draw slices for ``parts`` or more shards that hold each element once; ranges are in any order and may be
+    empty."""
     dim = draw(st.sampled_from([None, *range(len(shape))]))
     size = math.prod(shape) if dim is None else shape[dim]
     ranges_each = draw(st.integers(1, 3))
@@ -38,13 +39,13 @@ def cuts_for(draw, shape: tuple[int, ...], parts: int, depth: int) -> list[list[
 
 @st.composite
 def divided(draw, number: int = 2):
-    """A shape, and ``number`` ways to divide a tensor of it into shards."""
+    """Draw a shape and ``number`` ways to divide it into shards."""
     shape = draw(shapes)
     return shape, [draw(cuts_for(shape, draw(st.integers(1, 4)), draw(st.integers(1, 3)))) for _ in range(number)]
 
 
 def taken(full: np.ndarray, slices) -> np.ndarray:
-    """The elements of a shard, flattened, by numpy alone."""
+    """Return a shard's elements, flattened, with numpy alone."""
     for dim, ranges in slices:
         full = full.reshape(-1) if dim is None else full
         index = [i for start, stop in ranges for i in range(start, stop)]
@@ -66,7 +67,7 @@ def test_runs_are_what_numpy_takes_and_copies_what_two_shards_share(case):
     for slices, found in zip(written, runs, strict=True):
         assert np.array_equal(indices(found), taken(full, slices))
         assert (found.length > 0).all()
-        assert (found.start[1:] != found.stop[:-1]).all()  # neighbours are joined
+        assert (found.start[1:] != found.stop[:-1]).all()  # adjacent runs are joined
         assert np.array_equal(found.offset, np.cumsum([0, *found.length])[: len(found.start)])
     assert hold_each_once(full.size, runs)
     held = [torch.from_numpy(taken(full, slices)).float() for slices in written]
@@ -97,7 +98,7 @@ def test_columns_are_copied_at_once(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: (copies.append(1), copy(self, other))[1])
     assert copy_overlap(target, columns, full, runs_of(shape, ())) == 256 and len(copies) == 3
     assert torch.equal(target.view(64, 4), full.view(shape)[:, 4:8])
-    # Rows of which the first and the last are parts.
+    # The first and the last row are incomplete.
     part, target = runs_of(shape, [(1, ((4, 8),)), (None, ((3, 201),))]), torch.zeros(198)
     copy_overlap(target, part, full, runs_of(shape, ()))
     assert torch.equal(target, full.view(shape)[:, 4:8].reshape(-1)[3:201])

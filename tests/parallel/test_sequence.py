@@ -1,4 +1,4 @@
-"""Sequence parallelism against one process: outputs, and every parameter's gradient before any optimizer."""
+"""Sequence parallelism is compared with one process: outputs and all gradients."""
 
 import copy
 import functools
@@ -55,7 +55,7 @@ BASELINES = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUl
 
 
 def inputs(config: DiTConfig, index: Tensor, size: tuple[int, ...]) -> tuple:
-    """x, t, y and the weights of the loss for the samples ``index``; a sample is the same in every batch."""
+    """Return x, t, y and loss weights for the samples ``index``; a sample is the same in every batch."""
     rows = []
     for i in index.tolist():
         generator = torch.Generator().manual_seed(i)
@@ -77,17 +77,17 @@ def run(model: DiT, index: Tensor, size: tuple[int, ...]) -> tuple[Tensor, dict[
 def errors(
     mesh: Mesh, model: DiT, sequence, size: tuple[int, ...], samples: int, reference=None
 ) -> tuple[float, float, str]:
-    """Relative errors of output and of the worst gradient against the whole sequence in this process, and whose.
+    """Return relative errors of the output and the worst gradient, and that gradient's name.
 
-    ``reference``: what ``run`` gives of the model in one process; None: of its configuration's ``fresh``, of which
-    nothing is frozen, recomputed or compiled.
+    The reference is one process with all tokens. ``reference`` is a result of ``run`` to compare with; None uses
+    ``fresh``.
     """
     everything = torch.arange(samples * mesh.dp_size)
     mine = everything.chunk(mesh.dp_size)[mesh.dp_rank]
     whole, reference = reference or whole_sequence(model.config, len(everything), size)
     output, grads = run(model.use(sequence=sequence), mine, size)
     found = {}
-    for name, grad in summed(grads).items():  # the mean over all ranks, as ZeRO and DDP take it
+    for name, grad in summed(grads).items():  # the mean over all ranks, as in ZeRO and DDP
         assert reference[name].norm() > 0, name
         found[name] = ((grad / mesh.world_size - reference[name]).norm() / reference[name].norm()).item()
     worst = largest(found.values())
@@ -96,7 +96,7 @@ def errors(
 
 
 def summed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sums over all ranks, in one message: ranks that outnumber cores wait long for each."""
+    """Sum over all ranks in one message, because many small ones are slow when ranks outnumber cores."""
     flat = torch.cat([grad.flatten() for grad in grads.values()])
     dist.all_reduce(flat)
     parts = flat.split([grad.numel() for grad in grads.values()])
@@ -104,7 +104,7 @@ def summed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fresh(config: DiTConfig) -> DiT:
-    """A model of its own, with the same weights every time, as is what is drawn after it."""
+    """Return a copy of the model with the same weights and random state every time."""
     model = copy.deepcopy(made_once(config))
     torch.manual_seed(1)
     return model
@@ -118,7 +118,7 @@ def made_once(config: DiTConfig) -> DiT:
 
 @functools.cache
 def whole_sequence(config: DiTConfig, samples: int, size: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and gradients of one process: the reference of every type."""
+    """Return one process's output and gradients, the reference for every type."""
     return run(fresh(config), torch.arange(samples), size)
 
 
@@ -140,7 +140,7 @@ def strategy(mesh: Mesh, name: str, config: DiTConfig) -> SequenceParallel:
 
 
 def many_cases(mesh: Mesh, cases: list[tuple]) -> list:
-    """Return the errors of each case (ranks of a sequence group, type, config, input size, samples, checkpointed)."""
+    """Return the errors of each case (sequence group size, type, config, input size, samples, checkpointed)."""
     meshes = {ranks: init_mesh(sequence_parallel=ranks) for ranks in sorted({ranks for ranks, *_ in cases})}
     results = []
     for ranks, name, config, size, samples, checkpointed in cases:
@@ -151,7 +151,7 @@ def many_cases(mesh: Mesh, cases: list[tuple]) -> list:
 
 
 def possible(ranks: int, config: DiTConfig) -> list[str]:
-    """The types that this many ranks and heads allow."""
+    """Return the types that these ranks and heads allow."""
     names = ["ring"]
     if config.num_heads % ranks == 0:
         names += ["fastseq", "fastseq, kept", "ulysses", "ulysses in groups", *DIRECT]
@@ -161,11 +161,11 @@ def possible(ranks: int, config: DiTConfig) -> list[str]:
 
 def cases_of(world: int) -> list[tuple]:
     cases = []
-    for ranks in (4, 2) if world == 4 else (world,):  # of 4: also data parallel 2 x sequence parallel 2
+    for ranks in (4, 2) if world == 4 else (world,):  # with 4 ranks also data parallel 2 x sequence parallel 2
         cases += [(ranks, name, IMAGE, None, 2, False) for name in possible(ranks, IMAGE)]
         cases += [(ranks, name, TEXT, None, 1, False) for name in possible(ranks, TEXT)]
         cases += [(ranks, name, VIDEO, PICTURE, 1, True) for name in possible(ranks, VIDEO)]
-    # Ranks that hold nothing but padding: 5 tokens on 4 ranks are 2, 2, 1, 0, and 2 on 3 or 4 leave one or two empty.
+    # Some ranks have only padding: 5 tokens on 4 ranks are 2, 2, 1, 0, and 2 tokens leave one or two ranks empty.
     cases += [(world, name, IMAGE, (2, 10), 2, True) for name in possible(world, IMAGE)]
     cases += [(world, name, IMAGE, (2, 4), 1, False) for name in possible(world, IMAGE)]
     cases += [(world, name, IMAGE, None, 2, False) for name in BASELINES]
@@ -202,11 +202,11 @@ def test_compiled_blocks_share_sequences():
             assert largest((output, gradient)) < TOLERANCE, (name, which)
 
 
-# ------------------------------------------------------------------------- four ranks: one start of them for all tests
+# -------------------------------------------------------------------- four ranks, which are started once for all tests
 
 
 def in_the_wrong_group(mesh: Mesh) -> list:
-    """Errors of data parallel 2 x sequence parallel 2, in the right groups and with everything said to the world."""
+    """Return the errors of data parallel 2 x sequence parallel 2 with the right groups, and with the world group."""
     right = init_mesh(sequence_parallel=2)
     meshes = (right, replace(right, groups={"sp": dist.group.WORLD}))
     return [
@@ -216,7 +216,7 @@ def in_the_wrong_group(mesh: Mesh) -> list:
 
 
 def gradients_of_padding(mesh: Mesh) -> list:
-    """Return, for the first block's input, (numbers of padding, sum of their gradients' sizes), and the same for
+    """Return the number of padding values in the first block's input, their summed gradient sizes, and the same for
     tokens."""
     mesh, results = init_mesh(sequence_parallel=4), []
     for name in possible(4, IMAGE):
@@ -233,7 +233,7 @@ def gradients_of_padding(mesh: Mesh) -> list:
 
 
 def under_autocast(mesh: Mesh) -> list:
-    """Relative distances from fp32 of outputs and gradients under autocast to bf16, whole and shared out."""
+    """Return the distances from fp32 of outputs and gradients under bf16 autocast, in one process and divided."""
     mesh, results = init_mesh(sequence_parallel=4), []
     for name in possible(4, IMAGE):
         model, sequence = fresh(IMAGE), strategy(mesh, name, IMAGE)
@@ -251,7 +251,7 @@ def under_autocast(mesh: Mesh) -> list:
 
 
 def frozen_before_the_first_block(mesh: Mesh) -> list:
-    """Errors where the first block's input needs no gradient, but its attention's weights do, or only a bias."""
+    """Return errors where the first block's input needs no gradient, but its attention or only a bias does."""
     mesh, results = init_mesh(sequence_parallel=4), []
     for name, bias_only in itertools.product(possible(4, IMAGE), (False, True)):
         model = fresh(IMAGE).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Sequence parallelism's parts without other processes: attention to a part of the keys, the choice, bad input."""
+"""Sequence parallelism without other processes: attention to parts of the keys, plans, and bad input."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ from opendit.parallel.sequence.ulysses import (
 )
 def test_merged_parts_are_attention_to_all_keys(forward, backward):
     q, k, v, dout = (torch.randn(2, 3, length, 8, dtype=torch.float64) for length in (5, 9, 9, 5))
-    q *= 3  # log-sum-exps that differ
+    q *= 3  # makes the log-sum-exps differ
     parts = [slice(0, 2), slice(2, 3), slice(3, 9)]
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     exact = torch.softmax(leaves[0] @ leaves[1].mT / 8**0.5, dim=-1) @ leaves[2]
@@ -65,7 +65,7 @@ def test_a_weights_gradient_is_zero_but_for_the_own_rows(rank, ranks, monkeypatc
     expected = torch.zeros(3 * width, width, dtype=torch.float64)
     for s, part in enumerate(grad.split(own, 1)):
         expected[s * width + rank * own : s * width + (rank + 1) * own] = part.T @ x
-    # Memory that nobody writes to would often be zero anyway.
+    # Uninitialised memory is often zero, so fill it with NaN.
     monkeypatch.setattr(Tensor, "new_empty", lambda like, *shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
     group = Group(None, rank, ranks)
     whole = zeros_but_own(torch.randn(3 * own, width), torch.float64, group)
@@ -89,7 +89,7 @@ def test_types_that_the_heads_forbid(kind, ranks, heads, message):
 
 
 def test_auto_takes_only_what_the_model_can_attend_by():
-    """For a tiny model on 2 ranks ring is cheapest, and needs its own attention kernel."""
+    """For a tiny model on 2 ranks ring is cheapest, but it needs its own attention kernel."""
     config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3, qk_norm=True)
     for attention, expected in (("auto", "ring"), ("flash", "ulysses")):
         types = ParallelFlags().sequence_types(config.sequence_types, attention)
@@ -110,7 +110,7 @@ def test_groups_must_divide_the_heads_of_a_rank():
 
 
 def test_copy_engines_exchange_more_groups_than_collectives():
-    """Both halves of guidance of a Wan-1.3B clip on 2 ranks. With collectives, 4 groups were slower than 2."""
+    """A Wan-1.3B clip with guidance on 2 ranks. With collectives, 4 groups were slower than 2."""
     shape = Shape(32760, 1536, 12, 2, types=("ulysses",), plain=False)
     assert make_plan("auto", 2, shape).groups == 2
     assert make_plan("auto", 2, shape, hardware=HardwareModel(engines=True)).groups == 4
@@ -128,7 +128,7 @@ def test_auto_takes_the_cheapest_that_the_heads_allow():
                 assert chosen.kind != kind
         assert chosen.seconds == min(other.seconds for other in others)
         assert f"{chosen.kind} {chosen.seconds * 1e6:.0f}" in str(chosen)
-    # By volume FastSeq wins below 3 ranks and Ulysses above; a link that costs nothing else leaves only that.
+    # FastSeq sends less below 3 ranks and Ulysses above; with this slow link only the volume matters.
     slow, shape = (
         HardwareModel(link=1e9, latency=0, matmul=1e18, attention=1e18, attention_backward=1e18),
         Shape(8192, 1152, 16),
@@ -141,7 +141,7 @@ def test_auto_takes_the_cheapest_that_the_heads_allow():
 
 
 class LocalMemory:
-    """Stand-in for torch's symmetric memory, with one rank and without a GPU."""
+    """A stand-in for torch's symmetric memory with one rank and no GPU."""
 
     def __init__(self, size: int, meet):
         self.buffer, self.barrier = torch.empty(size, dtype=torch.uint8), meet
@@ -152,7 +152,7 @@ class LocalMemory:
 
 
 def test_a_recording_that_fails_in_a_layer_does_not_stop_the_next_one(monkeypatch):
-    """No buffer is used twice in a row; uses inside a CUDA graph count only among themselves."""
+    """No buffer may be used twice in a row; uses inside a CUDA graph are counted separately."""
     recording, barriers = [False], []
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording[0])
@@ -173,7 +173,7 @@ def test_a_recording_that_fails_in_a_layer_does_not_stop_the_next_one(monkeypatc
     with pytest.raises(AssertionError, match="twice"):
         use(Buffer.OUTPUT)
     recording[0] = True
-    use(Buffer.INPUT)  # and then it failed
+    use(Buffer.INPUT)  # the recording failed after this
     recording[0] = False
     use(Buffer.INPUT, Buffer.OUTPUT)
     with pytest.raises(AssertionError, match="twice"):
@@ -229,7 +229,7 @@ def test_an_attention_that_is_asked_for_is_the_one_that_runs():
         with pytest.raises(ValueError, match=f"--attention math: .*{kind} has a kernel of its own"):
             parse(TrainConfig, [*words, kind]).resolve(world_size=4, has_gpu=False)
     config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3)
-    for options, kind in ((words[:4], "ring"), ([*words, "auto"], "ulysses")):  # ring costs least here
+    for options, kind in ((words[:4], "ring"), ([*words, "auto"], "ulysses")):  # ring is cheapest here
         flags = parse(TrainConfig, options)
         shape = sequence_shape(flags, flags.attention, flags.mixed_precision, config, 1)
         assert make_plan("auto", 2, shape).kind == kind

@@ -1,4 +1,4 @@
-"""Frozen blocks in host memory: the bits of blocks that stay, whenever the copies are made, and what is copied when."""
+"""Streaming frozen blocks from host memory gives the same bits, and copies no more than necessary."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def model_of(recomputed, family="flux"):
-    """Return a FLUX.1 of two kinds of blocks, or a Wan, with LoRA that has an influence."""
+    """Return a FLUX.1 with two kinds of blocks, or a Wan, with nonzero LoRA weights."""
     torch.manual_seed(0)
     depth = dict(num_layers=2, num_single_layers=DEPTH - 2) if family == "flux" else dict(num_layers=DEPTH)
     config = public_config(family, VALUES[family] | depth, SIZES[family])
@@ -43,7 +43,7 @@ def stream(model, count, deferred):
 
 
 def step(model, seed):
-    """Return the loss of a step and of a forward pass without gradients, and the gradients."""
+    """Return the losses of a step and of a forward pass without gradients, and the gradients."""
     model.zero_grad()
     x, t, y = given("flux", torch.float32)
     x = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
@@ -89,7 +89,7 @@ def test_it_has_the_bits_of_blocks_that_stay(count, deferred, recomputed, blocks
 
 
 def test_what_is_there_is_not_copied_again():
-    """Forward all blocks once; backward all but those that are still there; and again forward."""
+    """The first pass copies all blocks; later passes do not copy those that are still in a slot."""
     model = model_of(True)
     streamed = stream(model, DEPTH, True)
     x, t, y = given("flux", torch.float32)
@@ -109,12 +109,12 @@ def test_passes_begin_with_empty_slots_once_one_was_recorded():
     step(model, 0)
     streamed.recorded = True
     for slot in streamed.slots:
-        slot.fill_(255)  # a replay has left something else
+        slot.fill_(255)  # the replay of a recording left other values
     assert torch.equal(step(model, 1)[0], step(whole, 1)[0])
 
 
 def test_modulations_and_keys_by_themselves_have_their_blocks():
-    """Call the blocks for many steps at once, like sampling."""
+    """Call modulate and keys_values alone, as sampling does for many steps at once."""
     whole, model = model_of(False), model_of(False)
     stream(model, DEPTH, False)
     with torch.no_grad():

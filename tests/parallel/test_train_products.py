@@ -1,5 +1,5 @@
-"""train.py with tensor, pipeline and sequence parallelism: the curve of one process, grids, checkpoints that other
-products resume, and errors for sizes that do not fit."""
+"""train.py with tensor, pipeline and sequence parallelism: one process's curve, resumption, and errors for wrong
+sizes."""
 
 import json
 import re
@@ -29,14 +29,14 @@ HALVES = {
     "tensor under fsdp": f"{TENSOR} --plugin fsdp",
     "interleaved under fsdp": f"{PIPELINE} --pipeline_schedule interleaved --plugin fsdp",
 }
-# A run -> the run of WHOLE that it resumes in the middle, and how.
+# A run -> the run in WHOLE that it resumes halfway, and its flags.
 RESUMED = {
     "tensor, then none": ("tensor", "--batch_size 2"),
     "pipeline, then none": ("pipeline", "--batch_size 2"),
     "pipeline, then under fsdp": ("pipeline", f"{PIPELINE} --plugin fsdp"),
     "sequence, then none": ("sequence", "--batch_size 2"),
 }
-FROM = {"weights, tensor": TENSOR, "weights": "--batch_size 2"}  # start from weights in the middle of "tensor"
+FROM = {"weights, tensor": TENSOR, "weights": "--batch_size 2"}  # start from the weights of "tensor" after HALF steps
 FEW = {"tensor", "pipeline", "tensor, then none", "pipeline, then under fsdp"}
 EVERY = {*WHOLE, *HALVES, *RESUMED, *FROM}
 
@@ -101,8 +101,7 @@ def with_lora(mesh, runs: list[str]) -> None:
 
 
 def test_lora_and_its_resumption_follow_one_process(tmp_path):
-    """Under fsdp frozen weights are sharded like the others, and grids are drawn by a second model. A resumed run knows
-    its LoRA and the weights that this is added to."""
+    """Under fsdp, frozen weights are sharded too, and a second model draws the grids. A resumed run keeps its LoRA."""
     lora = f"--lora 4 --lora_targets attn.* mlp.*:2 --pretrained {tmp_path}/base/{RUN}"
     base = f"--batch_size 4 --max_steps 3 --outputs {tmp_path}/base"
     run_ranks(1, with_lora, [base, f"{lora} --batch_size 8 --max_steps 5 --outputs {tmp_path}/one"])

@@ -1,4 +1,4 @@
-"""The engine against one plain single-process PyTorch loop, for every plugin and 1, 2 and 4 processes."""
+"""Every plugin on 1, 2 and 4 processes is compared with a plain single-process PyTorch loop."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 
 SEED, GLOBAL_BATCH, STEPS = 3, 8, 3
 LR, CLIP, BETAS = 2e-3, 0.2, (0.8, 0.95)
-# hidden 36 and odd depths: no parameter count divides by 4 ranks throughout.
+# With hidden size 36 and odd depths, some parameter counts are not divisible by 4 ranks.
 CONFIG = DiTConfig(input_size=(4, 6), patch_size=2, in_channels=3, hidden_size=36, depth=3, num_heads=3, num_classes=5)
 
 
@@ -41,10 +41,10 @@ def loss_of(forward, step: int, index: Tensor) -> Tensor:
 
 
 def plain_run() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """The reference: one process, fp32, torch's AdamW and clip_grad_norm_.
+    """Return losses, weights and first moments from one process in fp32, with torch's AdamW and clip_grad_norm_.
 
-    Returns losses, weights and first moments (a mean of clipped gradients: a wrong scale shows there,
-    where the weights that Adam makes of it would hide it)."""
+    A first moment is a mean of clipped gradients, so it shows a wrong scale, which Adam's updates would hide.
+    """
     model = build_model()
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, betas=BETAS)
     losses, norms = [], []
@@ -55,7 +55,7 @@ def plain_run() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
         adam.step()
         adam.zero_grad()
         losses.append(loss.item())
-    assert min(norms) > CLIP  # the clipping is at work in every step
+    assert min(norms) > CLIP  # every step is clipped
     return (
         losses,
         {n: p.detach() for n, p in model.named_parameters()},
@@ -96,7 +96,8 @@ def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointe
 
 
 def used_rows(name: str) -> slice:
-    """Softmax ignores the keys' bias: its gradient is rounding noise, which Adam blows up to full steps."""
+    """Leave out the keys' bias: softmax ignores it, so its gradient is rounding noise, which Adam turns into full
+    steps."""
     return slice(0, CONFIG.hidden_size) if name.endswith("qkv.bias") else slice(None)
 
 
@@ -132,7 +133,7 @@ def test_every_plugin_gives_the_single_process_curve(world):
                 error = (first_moments[name] - moments[name])[used].norm() / moments[name][used].norm()
                 assert error < 1e-4, name
         zero2, gemini, gemini_accumulated, zero2_accumulated, ddp = (curve for curve, *_ in rank[4:])
-        # bf16 weights and activations: 2^-9 relative rounding each; the curves differ by less than that.
+        # bf16 rounds weights and activations by up to 2^-9; the curves differ by less than that.
         assert off_by(gemini, zero2) < 1e-3
         assert off_by(gemini_accumulated, zero2_accumulated) < 1e-3
         for curve in (zero2, gemini, ddp):
@@ -149,8 +150,10 @@ def nan_model() -> DiT:
 
 
 def state_before_training(mesh, cases: list[tuple[str, str, bool | None]]) -> list:
-    """Per plugin, of a module's values, or of those that are given shard by shard in their place: full masters and
-    moments, buffers, what this rank holds of each (its slices, master, moment), steps, and working weights."""
+    """Return each case's full masters and second moments, buffers, local shards, step count and working weights.
+
+    With ``initial``, the engine gets its values shard by shard and the module holds only NaN.
+    """
     from opendit.parallel.engines import build_engine
 
     def given(name: str, shard) -> Tensor:
@@ -198,7 +201,7 @@ def test_masters_are_the_fp32_initialisation_and_shards_its_slices(world):
 
 
 def poisoned_steps(mesh, plugin: str, precision: str, accumulation: int):
-    """Step 0 is good, step 1 has a NaN on the last rank only, step 2 is good."""
+    """Run three steps with a NaN loss in step 1 on the last rank only."""
     from opendit.parallel.engines import build_engine
 
     engine = build_engine(

@@ -1,4 +1,4 @@
-"""--plugin fsdp against one plain process: curves, every gradient, every architecture, what it holds, what it sends."""
+"""--plugin fsdp is compared with one plain process: loss curves, gradients, state, and the number of collectives."""
 
 import itertools
 from collections import Counter
@@ -27,13 +27,13 @@ from tests.parallel.test_sequence import strategy
 from tests.ranks import run_ranks
 
 STEPS = 3
-# As in test_engines, with heads that two ranks can share: 35 rows, say, divide by neither 2 nor 4.
+# Six heads, so that two ranks can share them. The sizes 36 and 35 do not divide evenly.
 CONFIG = DiTConfig((4, 6), 2, 3, 36, depth=3, num_heads=6, num_classes=6, mlp_ratio=35 / 36)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train a model: sequence parallelism, copies, recomputation, and the engine's settings."""
+    """A training setup: sequence parallelism, replicas, recomputation, and engine settings."""
 
     sp: int = 1
     kind: str = "fastseq"
@@ -71,7 +71,7 @@ CASES = {
         Case(sp=4, kind="usp"),
     ],
 }
-HALF = [  # against zero2 in the same precision
+HALF = [  # compared with zero2, the first case
     Case(plugin="zero2", precision="bf16"),
     Case(precision="bf16"),
     Case(precision="bf16", sharding=replace(EACH, reduce_dtype=torch.bfloat16), accumulation=2),
@@ -97,7 +97,7 @@ def engine_of(mesh: Mesh, case: Case, model: DiT, **settings):
 
 
 def backward(engine, mesh: Mesh, step: int, accumulation: int) -> Tensor:
-    """Add the gradients of a step; return its loss on this rank."""
+    """Accumulate the gradients of one step; return its loss on this rank."""
     micro, total = GLOBAL_BATCH // mesh.dp_size // accumulation, torch.zeros((), device=mesh.device)
     for m in range(accumulation):
         index = (m * mesh.dp_size + mesh.dp_rank) * micro + torch.arange(micro, device=mesh.device)
@@ -109,7 +109,7 @@ def backward(engine, mesh: Mesh, step: int, accumulation: int) -> Tensor:
 
 
 def trained(mesh: Mesh, case: Case) -> tuple:
-    """Losses; the first step's gradients; masters and first moments at the end."""
+    """Return the losses, the first step's gradients, and the final masters and first moments."""
     engine = engine_of(mesh, case, build_model(), lr=LR, weight_decay=0.01, betas=BETAS, grad_clip=CLIP)
     losses, gradients = [], None
     for step in range(STEPS):
@@ -137,7 +137,7 @@ def all_trained(mesh: Mesh, cases: list[Case]) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def plain() -> tuple:
-    """The same of one process, fp32, torch's AdamW and clip_grad_norm_; the gradients in fp64."""
+    """Return the same from one process in fp32 with torch's AdamW and clip_grad_norm_; gradients are in fp64."""
     model, losses = build_model(), []
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, betas=BETAS)
     exact = build_model().double()
@@ -156,7 +156,7 @@ def plain() -> tuple:
 
 
 def used_rows(name: str) -> slice:
-    """Softmax ignores the keys' bias: its gradient is rounding noise."""
+    """Leave out the keys' bias: softmax ignores it, so its gradient is rounding noise."""
     return slice(0, CONFIG.hidden_size) if name.endswith("qkv.bias") else slice(None)
 
 
@@ -187,14 +187,14 @@ def test_curves_gradients_and_state_are_those_of_one_process(plain, world, exact
             assert off_by(curve, reference) < 2e-3, case
             for name, gradient in gradients.items():
                 error = (first[name] - gradient)[used_rows(name)].norm() / gradient[used_rows(name)].norm()
-                assert error < 0.05, (case, name, error)  # 2^-9 a rounding; 0.02 measured
+                assert error < 0.05, (case, name, error)  # one rounding is 2^-9; 0.02 measured
 
 
 # ------------------------------------------------------------------------------------------------- every architecture
 
 
 class Given:
-    """A model's values, shard by shard."""
+    """Returns shards of a model's values."""
 
     def __init__(self, model: DiT):
         self._values = dict(model.named_parameters())
@@ -204,8 +204,11 @@ class Given:
 
 
 def architecture_gradients(mesh: Mesh, configs: list) -> list[dict[str, Tensor]]:
-    """Every rank takes one sample; weights are freed after the forward pass, every second model is recomputed, and two
-    of three are nowhere whole: their parameters are on the meta device until they are cut."""
+    """Return each model's gradients when every rank has one sample.
+
+    Weights are freed after the forward pass, and every second model is recomputed. Two of three models have their
+    parameters on the meta device until they are sharded.
+    """
     results = []
     for number, config in enumerate(configs):
         model, given = test_zoo.model_of(config).float(), None
@@ -245,7 +248,8 @@ def test_gradients_of_every_architecture_on_three_ranks():
 
 
 def what_is_held(mesh: Mesh) -> tuple:
-    """Return a rank's part of an engine in bf16 before training, outputs that show stale weights, and step counts."""
+    """Return this rank's shards of a bf16 engine, three checks, outputs before and after loading and a step, and step
+    counts."""
     engine = build_engine(build_model(), mesh, plugin="fsdp", precision="bf16", grad_clip=0)
     full = dict(build_model().named_parameters())
     for name, weight in full.items():
@@ -301,7 +305,7 @@ def all_poisoned(mesh: Mesh) -> list[list[tuple]]:
 
 def test_non_finite_gradients_of_one_rank_never_enter_the_weights():
     for rank in run_ranks(2, all_poisoned):
-        for steps in rank:  # skipped, moved, finite, counted
+        for steps in rank:  # skipped, moved, finite, step count
             assert steps == [(False, True, True, 1), (True, False, True, 1), (False, True, True, 2)]
 
 
@@ -309,7 +313,7 @@ def test_non_finite_gradients_of_one_rank_never_enter_the_weights():
 
 
 def all_traffic(mesh: Mesh) -> list[Counter]:
-    """Count the calls of each collective in a step after the first, for every case."""
+    """Count the calls of each collective in the second step, for every case."""
     meshes = meshes_of(list(SENDS))
     return [traffic(meshes[case.sp, case.replicate], case) for case in SENDS]
 
@@ -324,7 +328,7 @@ def traffic(mesh: Mesh, case: Case) -> Counter:
 
 
 class Calls(TorchDispatchMode):
-    """Counts the collectives that are called inside."""
+    """Counts calls of collectives."""
 
     def __init__(self):
         super().__init__()
@@ -336,15 +340,15 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-UNITS = CONFIG.depth + 1  # blocks with their modulations, and the rest
+UNITS = CONFIG.depth + 1  # one per block with its modulation, and one for the rest
 
 
-SENDS = {  # gathers, reductions, sums: of each a step's number
-    Case(): (UNITS, UNITS, 1),  # each weight once, as ZeRO-2; the sum is the norm's
-    Case(sharding=FREED): (2 * UNITS - 1, UNITS, 1),  # again for the backward pass, but for what is outside of blocks
+SENDS = {  # expected all-gathers, reduce-scatters and all-reduces in one step
+    Case(): (UNITS, UNITS, 1),  # each weight once, like ZeRO-2; the all-reduce is the gradient norm's
+    Case(sharding=FREED): (2 * UNITS - 1, UNITS, 1),  # blocks are gathered again for the backward pass
     Case(accumulation=2): (2 * UNITS, UNITS, 1),
     Case(accumulation=2, sharding=EACH): (2 * (2 * UNITS - 1), 2 * UNITS, 1),
-    Case(accumulation=2, replicate=2, sharding=EACH): (0, 0, UNITS),  # two ranks, each a copy
+    Case(accumulation=2, replicate=2, sharding=EACH): (0, 0, UNITS),  # two replicas, so nothing is sharded
 }
 
 

@@ -1,5 +1,5 @@
-"""--plugin fsdp --offload blocks: which shards lie in host memory, what the estimate says of them, how early they are
-gathered. That they change no bit of a run is in test_offload.py."""
+"""--plugin fsdp --offload blocks: which shards are in host memory, their estimated size, and how early they are
+gathered. test_offload.py tests that offloading does not change a run."""
 
 from dataclasses import replace
 from unittest import mock
@@ -19,8 +19,8 @@ from tests.parallel.engines.test_engines import loss_of
 from tests.parallel.engines.test_fsdp import CONFIG, build_model
 from tests.ranks import run_ranks
 
-WAYS = [(None, 1), (None, 99), (3, 1), (3, 99)]  # rank of LoRA, blocks
-# What FSDP2 calls the attributes that opendit/parallel/fsdp.py sets.
+WAYS = [(None, 1), (None, 99), (3, 1), (3, 99)]  # LoRA rank, number of blocks
+# Attributes of FSDP2's parameters that opendit/parallel/fsdp.py sets.
 SET = {"offload_to_cpu", "pin_memory", "_sharded_param_data", "sharded_param"}
 
 
@@ -70,7 +70,7 @@ def test_shards_of_blocks_lie_in_host_memory():
             ring = needs.states.get("ring buffer", 0)
             assert sum(resident.states.values()) - sum(needs.states.values()) == pytest.approx(moved - ring)
             assert resolve_sharding(CONFIG, setup, 1, None).reshard == "after_forward"
-            if rank is None:  # gradients are trained blocks', rounded up tensor by tensor
+            if rank is None:  # gradients of trained blocks; the estimate rounds up each tensor
                 assert held["gradients"] == held["bytes"] and {"moments", "averages"} < needs.host.keys()
                 assert held["gradients"] <= needs.host["gradients"] <= 2 * held["gradients"]
             else:

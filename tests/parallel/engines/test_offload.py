@@ -1,6 +1,6 @@
-"""--offload of --plugin fsdp: where state lies changes no bit of a run, of its checkpoints, of what goes on from them.
+"""--offload with --plugin fsdp: offloading changes no bit of a run, its checkpoints or its resumption.
 
-On a CPU, what a GPU does on its side stream is held back until it is waited for, so a wait that is missing shows here.
+On the CPU, work of the GPU's side stream is delayed until it is waited for, so a missing wait makes a test fail.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ from tests.ranks import run_ranks
 
 @dataclass(frozen=True)
 class Case:
-    """A run of so many steps. sharded: its checkpoint's kind. read: in how many of its steps the averages are read."""
+    """A run of ``steps`` steps; the averages are read in the first ``read``, and ``sharded`` is the checkpoint
+    format."""
 
     precision: str = "fp32"
     accumulation: int = 1
@@ -44,7 +45,7 @@ class Case:
         return self.saved - 2, self.saved + 1
 
 
-# Number of blocks whose shards lie in host memory, together with averages and moments; with LoRA frozen ones.
+# Number of blocks whose shards are in host memory, in addition to averages and moments. With LoRA, blocks are frozen.
 HOSTED = {"a block": 1, "blocks": 10**6}
 WAYS = (*OFFLOAD, *HOSTED)
 CASES = [
@@ -67,7 +68,7 @@ def engine_of(mesh: Mesh, case: Case, offload: str) -> tuple[Engine, EMA]:
 
 
 def train(mesh: Mesh, case: Case, engine: Engine, ema: EMA, steps: range) -> list[float]:
-    """The losses; steps of ``case.skipped`` have a gradient that is not finite, on the last rank."""
+    """Return the losses. In the steps ``case.skipped`` the last rank has a gradient that is not finite."""
     losses = []
     for step in steps:
         total = torch.zeros(())
@@ -96,8 +97,8 @@ def state_of(engine: Engine, ema: EMA) -> dict[str, Tensor]:
 
 
 def runs(mesh: Mesh, folder: Path) -> list[tuple]:
-    """For every case and offload the losses, the state at the end, and the same of each way to go on from the
-    checkpoint of the offload before it."""
+    """Return the losses and final state for every case and offload, and for resumptions from another offload's
+    checkpoint."""
     found, ways = [], WAYS if mesh.world_size > 1 else OFFLOAD
     for number, case in enumerate(CASES[: 2 * mesh.world_size]):
         before = [folder / f"{number}-{mesh.world_size}-{offload}" for offload in (ways[-1], *ways)]
@@ -108,12 +109,12 @@ def runs(mesh: Mesh, folder: Path) -> list[tuple]:
             more = dict(sharded=case.sharded)
             with Checkpoints(here / "checkpoints", engine, ema, {"model": "x"}, **more) as made:
                 made.save({"step": case.saved, "epoch": 0, "skipped": 1, "fingerprint": {}})
-                losses += train(mesh, case, engine, ema, range(case.saved, case.steps))  # while it is written
+                losses += train(mesh, case, engine, ema, range(case.saved, case.steps))  # during the save
             assert not made.failures
             ends.append((losses, state_of(engine, ema)))
         for offload, there in zip(ways, before, strict=False):
             engine, ema = engine_of(mesh, case, offload)
-            train(mesh, case, engine, ema, range(2))  # something to overwrite
+            train(mesh, case, engine, ema, range(2))  # so that there is state to overwrite
             load_checkpoint(find_checkpoint(str(there), "", "x", mesh), engine, ema)
             ends.append((train(mesh, case, engine, ema, range(case.saved, case.steps)), state_of(engine, ema)))
         found.append(ends)
@@ -134,7 +135,7 @@ def test_the_same_bits_wherever_state_lies(world, tmp_path):
 
 
 def lies(mesh: Mesh) -> dict[str, dict[str, bool]]:
-    """For each offload which states lie in memory that HostMemory has made."""
+    """Return for each offload whether each state is in memory allocated by HostMemory."""
     made, found = [], {}
     make = HostMemory.__init__
 
@@ -153,7 +154,7 @@ def lies(mesh: Mesh) -> dict[str, dict[str, bool]]:
         states = {"masters": [engine.master(name)], "moments": moments, "averages": [a[name] for a in ema.averages]}
         found[offload] = {state: all(map(inside, tensors)) for state, tensors in states.items()}
         train(mesh, Case(), engine, ema, range(2))
-        assert all(map(torch.any, moments))  # they are what the steps write
+        assert all(map(torch.any, moments))  # the steps write to these moments
     HostMemory.__init__ = make
     return found
 
@@ -166,8 +167,7 @@ def test_what_lies_in_host_memory():
 
 
 def before_and_after(mesh: Mesh) -> list[bool]:
-    """Use the averages right after a step, in five ways: read, gather, apply them as weights, set a master, take
-    another step. Return whether each result equals the one without offload."""
+    """Use the averages right after a step in five ways; return whether the results equal those without offload."""
     found = []
     for ask in ("read", "gather", "applied", "set_master", "step"):
         ends = []

@@ -1,5 +1,4 @@
-"""A model on the stages of a pipeline against the whole one in one process: losses and every parameter's gradient, in
-float64."""
+"""A model divided into pipeline stages is compared with one process: losses and all gradients, in float64."""
 
 import contextlib
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ TOLERANCE, SAMPLES, MICRO_BATCHES, DEPTH = 1e-10, 3, 4, 5
 NAMES = ("DiT", "DiT, every option", "DiT, mixed", "DiT of text", "vDiT", "vDiT, no bias", "ST-DiT", "MovieGen, bias",
          "EC-DiT of text")  # fmt: skip
 CONFIGS = {name: replace(MODELS[name], depth=DEPTH) for name in NAMES}
-# A picture is a clip of one frame, which is repeated to fill the patch.
+# A picture is a clip of one frame, which the patch embedding repeats to fill a patch.
 PICTURE = replace(CONFIGS["vDiT"], input_size=(2, 2, 10), patch_size=(2, 2, 2))
 
 
@@ -45,7 +44,7 @@ def model_of(config) -> DiT:
 
 
 class WeightedSum:
-    """An objective whose loss of a sample is the sum of its outputs, each with a weight of its own."""
+    """An objective that sums a sample's outputs with random weights."""
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
         return Prepared(x0 + noise, t, (noise,))
@@ -72,7 +71,7 @@ def micro_batches(config, frames: int | None = None) -> list[MicroBatch]:
 
 @dataclass
 class BareEngine:
-    """The methods of an engine that a runner calls, with a bare module."""
+    """The engine methods that a runner calls, around a bare module."""
 
     module: DiT
     mesh: Mesh
@@ -106,7 +105,7 @@ def of_one_process(config, given: list[MicroBatch]) -> tuple[list[float], dict[s
 
 
 def compare(mesh: Mesh, config, schedule="1f1b", kind=None, checkpointed=False, frames=None, summed=True):
-    """The relative errors of the loss, of samples' losses and of the gradients of this rank's parameters."""
+    """Return relative errors of the loss, the samples' losses and this rank's gradients."""
     given = micro_batches(config, frames)
     losses, wanted = of_one_process(config, given)
     model, sequence = model_of(config), None
@@ -121,13 +120,13 @@ def compare(mesh: Mesh, config, schedule="1f1b", kind=None, checkpointed=False, 
     runner = PipelineRunner(BareEngine(model, mesh), WeightedSum(), MICRO_BATCHES)
     found = {"samples": max(off(runner.losses(m), of, 1e-6) for m, of in zip(given, losses, strict=True))}
     result = runner.train_step(iter(given))
-    if schedule == "interleaved":  # one micro-batch at a time, outside of a step, adds up to the same
+    if schedule == "interleaved":  # forward_backward outside of a step must add up to the same
         step = [p.grad for p in model.parameters()]
         model.zero_grad(set_to_none=True)
         apart = sum(runner.forward_backward(m, last=False) for m in given)
         found["loss apart"] = off(apart, result.loss, 1e-6)
         found["apart"] = max(off(p.grad, grad) for p, grad in zip(model.parameters(), step, strict=True))
-    found["loss"] = off(result.loss, torch.stack(losses).mean(), 1e-6)  # which is kept in fp32
+    found["loss"] = off(result.loss, torch.stack(losses).mean(), 1e-6)  # the loss is kept in fp32
     names = [name for name, _ in model.named_parameters()]
     assert all(name in wanted for name in names)
     divided, gradients = divided_parameters(model), [p.grad for p in model.parameters()]
@@ -146,7 +145,7 @@ def compare(mesh: Mesh, config, schedule="1f1b", kind=None, checkpointed=False, 
 
 
 def off(ours: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> float:
-    """The relative error in units of the tolerance."""
+    """Return the relative error in units of the tolerance."""
     assert wanted.norm() > 1e-8
     return ((ours - wanted).norm() / wanted.norm() / tolerance).item()
 

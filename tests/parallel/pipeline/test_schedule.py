@@ -1,5 +1,5 @@
-"""Schedules as data: every pass once and in a possible order, messages that meet, no deadlock, and the idle time of the
-papers' formulas."""
+"""Pipeline schedules are complete and possible, their messages match without deadlock, and their idle time is the
+papers'."""
 
 import pytest
 
@@ -17,9 +17,11 @@ def schedules(schedule: str, ranks: int, count: int) -> list:
 
 
 def run(actions: list[list], chunks: int, ahead: int, kept: int | None, backward: float = 2.0) -> list[float]:
-    """Lets ranks work through their lists, a forward pass in 1, a backward pass in ``backward`` units of time; returns
-    when each has ended. A rank posts the receives of its next ``ahead`` passes before it computes one. It goes on after
-    a send when at most ``kept`` messages to the same rank were not received yet (None: any number)."""
+    """Simulate the ranks and return each one's end time; a forward pass takes 1 unit, a backward pass ``backward``.
+
+    Before it computes a pass, a rank posts the receives of its next ``ahead`` passes. After a send, it waits until at
+    most ``kept`` of its messages to that rank are not yet received (None: no limit).
+    """
     ranks, position, clock = len(actions), [0] * len(actions), [0.0] * len(actions)
     arrived, sends, receives = {}, {}, {}
     posted, waiting = [0] * ranks, [None] * ranks
@@ -53,7 +55,7 @@ def run(actions: list[list], chunks: int, ahead: int, kept: int | None, backward
         if not moved:
             break
     assert position == [len(own) for own in actions], "deadlock"
-    assert sends == receives  # on every channel messages are received in the order in which they are sent
+    assert sends == receives  # every channel receives messages in the order in which they were sent
     return clock
 
 
@@ -68,14 +70,14 @@ def test_every_pass_comes_once_and_messages_meet_without_deadlock(schedule, rank
                 assert any(a.forward and a.chunk == action.chunk and a.micro_batch == action.micro_batch
                            for a in own[: own.index(action)])  # fmt: skip
         last = own[-1]
-        assert not last.forward and last.chunk == 0  # the gradients of all chunks are complete when it ends
+        assert not last.forward and last.chunk == 0  # the gradients of all chunks are complete when this pass ends
     for ahead, kept in ((0, 1), (1, 2), (1, 1), (1, None)):
         run(actions, chunks, ahead, kept)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 16), (4, 8), (3, 7)])
 def test_idle_time_is_that_of_the_papers(ranks, count):
-    """Equal stages take 1 + 2 units of work a micro-batch, and half of it each when interleaved."""
+    """Equal stages take 1 + 2 units per micro-batch; each half takes half of that when interleaved."""
     work = 3.0 * count
     plain = max(run(schedules("1f1b", ranks, count), 1, 1, None))
     assert plain == pytest.approx(work + 3.0 * (ranks - 1))

@@ -1,6 +1,6 @@
-"""Tiny models of every architecture. Ranks can divide their widths, but not their 15 tokens.
+"""Tiny models of every architecture, with 15 tokens: a grid of 3 x 5, or 3 frames of 5 tokens.
 
-The tokens form a grid of 3 x 5, or for clips 3 frames of 5 tokens.
+Ranks can divide the widths evenly, but not the tokens.
 """
 
 from dataclasses import replace

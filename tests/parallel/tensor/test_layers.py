@@ -1,5 +1,4 @@
-"""A model whose layers ranks divide against the whole one in one process: output and every parameter's gradient, in
-float64."""
+"""Tensor-parallel models are compared with one process: outputs and all gradients, in float64."""
 
 import copy
 from dataclasses import replace
@@ -28,7 +27,7 @@ from tests.parallel.test_sequence import shared_memory
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-10
-MEETS_FOUR = {"MovieGen": replace(MODELS["MovieGen"], kv_heads=4)}  # ranks that share two heads of keys
+MEETS_FOUR = {"MovieGen": replace(MODELS["MovieGen"], kv_heads=4)}  # key heads that 4 ranks can divide
 
 
 def model_of(config) -> DiT:
@@ -52,8 +51,11 @@ def compare(
     memory: SharedMemory | None = None,
     **how,
 ) -> dict[str, float]:
-    """The relative error of the output and of every parameter's gradient. sequence: how more ranks share the tokens.
-    ops: what blocks compute with, in fp32. memory: what products overlap with their communication through."""
+    """Return relative errors of the output and of every parameter's gradient.
+
+    ``sequence`` divides the tokens among further ranks. ``ops`` replaces the blocks' operations and selects fp32.
+    Products overlap with communication through ``memory``.
+    """
     whole = model_of(config) if ops is None else model_of(config).float()
     wanted, of_parameters = gradients(whole, batch)
     model, tensor = copy.deepcopy(whole), mesh.group("tp")
@@ -70,7 +72,7 @@ def compare(
     ReplicatedGradients(mesh, names, divided).sum(found)
     errors = {"output": ((output - wanted).norm() / wanted.norm()).item()}
     for name, expected, ours in zip(names, of_parameters, found, strict=True):
-        if sequence is not None:  # gradients are those of their own tokens, times the number of ranks
+        if sequence is not None:  # each rank's gradient covers its own tokens, times the number of ranks
             dist.all_reduce(ours, group=mesh.group("sp"))
             ours /= mesh.sp_size
         if name in divided:
@@ -85,7 +87,7 @@ def compare(
 
 
 def kept_by_a_block(mesh: Mesh) -> dict[str, float]:
-    """Return what a rank's part of a block keeps for the backward pass beyond its share of the block's total."""
+    """Return the activations that a rank's block saves beyond its share, or 0."""
     kept, tokens = [], 64
     for ranks in (1, mesh.tp_size):
         model, shards = model_of(DIT), None
@@ -106,7 +108,7 @@ def kept_by_a_block(mesh: Mesh) -> dict[str, float]:
         kept.append(sum(size for place, size in storages.items() if place not in weights))
         del output
     share = kept[1] * mesh.tp_size / kept[0]
-    return {"more than its share": 0.0 if share < 1.1 else share}  # a gathered input of all tokens is 1 / 18 more
+    return {"more than its share": 0.0 if share < 1.1 else share}  # the gathered input adds 1 / 18
 
 
 def shared(mesh: Mesh, config, kind: str) -> SequenceParallel:
