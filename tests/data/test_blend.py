@@ -66,9 +66,8 @@ def test_epochs_of_a_source_are_of_the_rows_that_are_left(tmp_path, how):
     sizes = left.describe().sources.sizes
     assert left.describe().sources.epoch == sizes[0] + 2 * sizes[1] and min(sizes) > 0
     schedule = build_schedule(left, 1, 1, 3, **how)
-    steps = (
-        32 * left.describe().sources.epoch
-    )  # one sample a step; windows of packs have 192 samples, so 32 x 30 fill five
+    # Steps have one sample each. A window of packs has 192 samples, so 32 x 30 fill five.
+    steps = 32 * left.describe().sources.epoch
     rows = [row for step in range(steps) for row in schedule.rows(step)]
     counts = np.bincount(rows, minlength=len(left))
     assert (set(counts[: sizes[0]]), set(counts[sizes[0] :])) == ({32}, {64})

@@ -1,4 +1,4 @@
-"""Clips that are enlarged later, where a batch is used: the same bits as those enlarged where they are read."""
+"""Clips that are enlarged when a batch is used have the same bits as clips enlarged when read."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ SIDES = st.integers(1, 70)
 
 
 def of_torch(frames, height, width):
-    """(..., H, W, C) uint8 by torch on a CPU, as (..., height, width, C)."""
+    """Resize (..., H, W, C) uint8 with torch on a CPU."""
     flat = frames.reshape(-1, *frames.shape[-3:]).permute(0, 3, 1, 2)
     out = interpolate(flat, (height, width), mode="bicubic", antialias=True).permute(0, 2, 3, 1)
     return out.reshape(*frames.shape[:-3], height, width, frames.shape[-1])
@@ -31,7 +31,7 @@ def of_torch(frames, height, width):
 @given(SIDES, SIDES, SIDES, SIDES, st.integers(1, 4), st.integers(0, 2**30), st.booleans())
 def test_bits_are_those_of_torch_on_a_cpu(height, width, high, wide, channels, seed, harsh):
     frames = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (2, height, width, channels), np.uint8))
-    frames = (frames > 127).to(torch.uint8) * 255 if harsh else frames  # overshoots on both sides of the range
+    frames = (frames > 127).to(torch.uint8) * 255 if harsh else frames  # overshoots both ends of the range
     assert torch.equal(resize(frames, (high, wide)), of_torch(frames, high, wide))
 
 
@@ -42,7 +42,7 @@ def test_bits_of_usual_and_of_prime_sizes(side, target):
 
 
 def place(sample, shape):
-    """``sample`` in the upper left corner of noise."""
+    """Place ``sample`` in the upper left corner of noise."""
     x = torch.randint(0, 256, shape, dtype=torch.uint8)
     x[..., : sample.shape[-2], : sample.shape[-1]] = sample
     return x
@@ -82,7 +82,7 @@ FRAMES = 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Clips smaller and larger than 32 pixels, in a table, and some of them in folders of two classes."""
+    """Write clips smaller and larger than 32 pixels, two tables of them, and a blend of both."""
     root, rng = tmp_path_factory.mktemp("small"), np.random.default_rng(0)
     lines = ["path,text"]
     for number, size in enumerate(SIZES):
@@ -132,7 +132,7 @@ def test_a_loader_that_leaves_it_gives_the_same_samples(folder, kind, workers, m
     later = batches(*opened(folder, kind), workers, False)
     assert all(batch.small is None for batch in early)
     left = [sample for batch in later for sample in batch.small or ()]
-    assert any(left) and not all(left)  # some are smaller than asked, some larger
+    assert any(left) and not all(left)  # some are smaller than the size asked for, some larger
     assert {sample.mirrored for sample in left if sample} == {True, False}
     for one, other in zip(early, map(enlarged, later), strict=True):
         assert torch.equal(one.index, other.index) and one.text == other.text
@@ -142,7 +142,7 @@ def test_a_loader_that_leaves_it_gives_the_same_samples(folder, kind, workers, m
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_that_are_kept_do_not_change(folder, workers):
-    """Their memory is used again, but not while somebody holds them."""
+    """The memory of a batch is reused only when nobody holds it."""
     data, schedule = opened(folder, "table")
     kept = batches(data, schedule, workers, True, steps=12)
     for step, batch in enumerate(kept):

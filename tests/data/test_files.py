@@ -1,4 +1,4 @@
-"""Disks that are down for a while, and for good."""
+"""Disks that fail for a while or for good."""
 
 import builtins
 import errno
@@ -26,7 +26,7 @@ def pauses(monkeypatch):
 
 @pytest.fixture
 def fails(monkeypatch):
-    """Makes a function of a module raise an error number the next n times."""
+    """Return a function that makes a module's function raise an error number the next n times."""
 
     def make(module, name, number, times):
         real, left = getattr(module, name), [times]
@@ -55,7 +55,7 @@ def tars(tmp_path):
 def test_a_tar_whose_disk_comes_back_is_read(tars, fails, name, number):
     data = build_dataset(str(tars), 8, seed=0)
     expected = build_dataset(str(tars), 8, seed=0).read(2).x
-    left = fails(os, name, number, 4)  # of the index, for it is read first
+    left = fails(os, name, number, 4)  # the index is read first
     assert torch.equal(data.read(2).x, expected) and not left[0]
     left = fails(os, "pread", number, 4)
     assert data.store.read(0, 0, 9) and not left[0]
@@ -93,7 +93,7 @@ def table(tmp_path):
     return tmp_path / "all.csv"
 
 
-# A picture's size is looked at before it is read, and its state twice an attempt.
+# The size of a picture is looked up before it is read, and each attempt calls stat twice.
 @pytest.mark.parametrize(
     "row, module, name, times", [(0, io, "FileIO", 4), (0, os, "stat", 9), (1, builtins, "open", 4), (1, os, "stat", 5)]
 )

@@ -1,4 +1,4 @@
-"""Folders of pictures with everything else that may be in them."""
+"""Folders of pictures that contain other things as well."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ def below(folder, **options):
 
 
 def os_walk(folder):
-    """The order that folders of pictures have always had."""
+    """Yield files in the order that folders of pictures have always had."""
     for root, names, found in os.walk(folder, followlinks=True):
         names[:] = sorted(names)
         yield from (os.path.relpath(os.path.join(root, name), folder) for name in sorted(found))
@@ -50,7 +50,7 @@ def test_links_that_lead_back_up(tmp_path):
     (data / "a" / "deep" / "class").symlink_to("..")
     (data / "b" / "root").symlink_to(data)
     (data / "above").symlink_to("..")
-    (data / "b" / "other").symlink_to(data / "a")  # no circle: its pictures are in two classes
+    (data / "b" / "other").symlink_to(data / "a")  # not a cycle: its pictures are in two classes
     found = find_pictures(str(data))
     assert found.class_names == ["a", "b"] and found.labels == [0, 1, 1]
     assert [os.path.relpath(path, data) for path in found.paths] == ["a/deep/1.png", "b/2.png", "b/other/deep/1.png"]
@@ -61,7 +61,7 @@ def test_links_that_lead_back_up(tmp_path):
 
 
 def test_links_without_end(tmp_path):
-    """30 folders, each with two links to the next one: a billion ways to one picture."""
+    """30 folders with two links each to the next one make a billion paths to one picture."""
     for i in range(30):
         (tmp_path / f"{i}").mkdir()
         for name in "ab":
@@ -112,7 +112,7 @@ def test_many_suffixes_stay_one_short_line(tmp_path):
 
 
 def deny(monkeypatch, *denied):
-    """Tests may run as root, whom no folder is denied."""
+    """Deny these folders, even to root, as whom tests may run."""
     scandir = os.scandir
 
     def guarded(path="."):
@@ -154,7 +154,7 @@ def test_empty_classes_say_what_they_hold(tmp_path):
 
 
 def test_links_to_nothing_stay_rows(tmp_path):
-    """A disk that isn't mounted must not make a smaller data set of a larger one, without a word."""
+    """An unmounted disk must not silently make a data set smaller."""
     for i in range(40):
         picture(tmp_path / "a" / f"{i:02d}.png")
     (tmp_path / "a" / "05.png").unlink()

@@ -1,4 +1,4 @@
-"""Clips read at a rate: which frames, of which windows; against brightness in closed form and a slow oracle."""
+"""Clips read at a rate: frames match a known brightness over time, and windows match a slow search."""
 
 import math
 import threading
@@ -17,11 +17,11 @@ from opendit.data.clips import clip_rate, clip_size, read_clip, timed_window, wh
 from opendit.data.video_files import READERS, Timeline, problem_of
 
 HERE = [reader for reader in READERS if not problem_of(reader)]
-SECONDS, DARK, SLOPE = 3, 20, 70  # a clip's length, and its grey at 0 and more of it a second
+SECONDS, DARK, SLOPE = 3, 20, 70  # a clip's length, its grey at 0, and the grey added each second
 
 
 def ramp(path, times, base, offset=Fraction(0), bf=2, **options):
-    """A clip whose grey at a time T is DARK + SLOPE * T. times: Fractions, of seconds; base: the file's unit."""
+    """Write a clip whose grey at time T is DARK + SLOPE * T. times: Fractions of seconds; base: the time unit."""
     with av.open(str(path), "w", **options) as file:
         stream = file.add_stream("libx264", rate=60)
         stream.width, stream.height, stream.pix_fmt = 88, 72, "yuv420p"
@@ -67,17 +67,17 @@ def test_a_frame_is_the_one_shown_at_its_time(files, reader, name, fps):
     times = np.array([float(time) for time in FILES[name][0]])
     with av.open(str(files[name])) as file:
         greys = np.array([frame.to_ndarray(format="rgb24").mean() for frame in file.decode(video=0)])
-    assert np.abs((greys - DARK) / SLOPE - times).max() < 0.04  # two levels of grey
+    assert np.abs((greys - DARK) / SLOPE - times).max() < 0.04  # two grey levels
     for start in (0.0, 0.4, 0.99):
         clip = read_clip(str(files[name]), 4, 1, 72, start=start, fps=fps, reader=reader, as_bytes=True)
         found = clip.pixels.float().mean((0, 2, 3)).numpy()
-        due = times[:, None] + np.arange(4) / fps  # of every window that could be the one
+        due = times[:, None] + np.arange(4) / fps  # for every window that may have been chosen
         shown = greys[np.searchsorted(times, due + 1e-3 + 1e-6, side="right") - 1]
         assert np.abs(found - shown).max(axis=1).min() < 0.01 and not clip.shortened
 
 
 def test_the_same_motion_at_two_rates_is_one_speed(files):
-    """Without --fps the same motion seems 5 times as fast in one of the files."""
+    """Without --fps the motion in one of the files seems 5 times as fast."""
     slow, fast = (
         times_of(read_clip(str(files[name]), 12, 1, 72, start=0.0, fps=12, as_bytes=True)) for name in ("12", "60")
     )
@@ -91,7 +91,7 @@ def test_times_need_not_begin_at_0(tmp_path, ending):
     times = FILES["variable"][0]
     path = ramp(tmp_path / f"late.{ending}", times, Fraction(1, 90_000), offset=Fraction(7, 2))
     found = times_of(read_clip(str(path), 9, 1, 72, start=0.0, fps=4, as_bytes=True))
-    # On the ramp's second part frames come every 0.2 s.
+    # On the second part of the ramp, frames are 0.2 s apart.
     assert np.abs(found - [0, 0.25, 0.5, 0.75, 1, 1.2, 1.4, 1.6, 2.0]).max() < 0.05
 
 
@@ -141,7 +141,7 @@ def test_data_sets_count_and_read_frames_by_time(files, tmp_path):
 
 
 def naive(seconds, num_frames, fps):
-    """Every window, by its frames: from each frame on of which the last time comes before the end."""
+    """Return the frames of every window. A window begins at a frame and has its last time before the clip's end."""
     slack = 1e-3 + 1e-6
     gaps = sorted(b - a for a, b in zip(seconds, seconds[1:], strict=False))
     middle = 0.0 if not gaps else (gaps[(len(gaps) - 1) // 2] + gaps[len(gaps) // 2]) / 2

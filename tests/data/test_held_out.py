@@ -1,4 +1,4 @@
-"""A held-out share: which rows it has, and that training never sees one of them."""
+"""A held-out share: which rows it has, and that training never sees them."""
 
 import copy
 import pickle
@@ -84,7 +84,7 @@ def test_training_never_reads_a_held_out_row_not_even_for_a_broken_one(workers):
     with build_loader(training, schedule, end_step=3 * schedule.steps_per_epoch, **how) as loader:
         seen = [{int(x) for x in batch.x.flatten()} for batch in loader]
     assert not set().union(*seen) & kept_away and len(set().union(*seen)) > 15
-    assert all(len({row % 2 for row in rows}) == 1 for rows in seen)  # those of one shape stay together
+    assert all(len({row % 2 for row in rows}) == 1 for rows in seen)  # rows of one shape stay together
 
 
 def test_all_else_is_as_in_the_whole_in_copies_too():
@@ -114,7 +114,7 @@ def test_a_picture_s_captions_are_on_one_side(tmp_path):
 
 
 def listed_sides(dataset, share):
-    """(rows that are left, rows that are held out), of a list of all rows: what runs of before had."""
+    """Return (rows left, rows held out) from a list of all rows, as earlier versions found them."""
     numbers, files = [], 0
     for rows, file_of in dataset.describe().files():
         numbers.append(files + (np.arange(rows) if file_of is None else file_of))
@@ -156,7 +156,7 @@ def test_both_sides_are_those_of_lists_of_all_rows(of, share):
 
 @pytest.mark.parametrize("share", [0.001, 0.999])
 def test_what_is_in_memory_are_the_fewer_rows(share):
-    """With 2 M rows, 8 bytes a row would be 16 MB."""
+    """With 2 M rows, 8 bytes a row would take 16 MB."""
     parts = [Numbers(1_000_000), Numbers(1_000_000)]
     dataset = BlendedDataset(["a", "b"], parts, [(0, [Fraction(1), Fraction(1)])], shown="x")
     tracemalloc.start()

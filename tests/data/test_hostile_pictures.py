@@ -1,4 +1,4 @@
-"""Picture files of strangers: what they cost and open."""
+"""Untrusted picture files: the time and memory that they cost, and what they may open."""
 
 import io
 import os
@@ -23,8 +23,8 @@ from tests.data.test_picture_file import noise, png, reason
 
 
 def run_apart(code, *arguments, memory=None):
-    """Return what a separate process prints; ``memory``: bytes of address space that it may add to those of its
-    start."""
+    """Run code in a separate process and return what it prints. ``memory`` is how many bytes of address space the
+    process may add after its start."""
     limit = f"""
 import resource
 pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -41,7 +41,7 @@ resource.setrlimit(resource.RLIMIT_AS, (pages + {memory}, pages + {memory}))
 
 
 def test_a_thin_picture_takes_no_memory(tmp_path):
-    """Enlarged as a whole, the first would have 4 billion pixels; it used to take 11 GB."""
+    """If enlarged before the crop, the first picture would have 4 billion pixels."""
     paths = [png(tmp_path / "tall.png", 1, 60000), png(tmp_path / "wide.png", 60000, 2)]
     assert paths[0].stat().st_size < 500
     code = """
@@ -55,14 +55,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_too_many_pixels_are_refused_unread(tmp_path):
-    """Files of a few hundred bytes to a megabyte that would fill the memory; read with 300 MB of it."""
+    """The files have a megabyte at most but would fill the memory. They are read with 300 MB."""
     cases = {
         "declared.png": "more than the 178,956,970 of the largest picture that is read",
         "true.png": "more than the 178,956,970",
         "canvas.gif": "more than the 178,956,970",
         "lying.bmp": "more than the 178,956,970",
         "text.png": "Decompressed data too large",
-        "tags.tif": "",  # read, or in no known format
+        "tags.tif": "",  # read, or refused as an unknown format
     }
     png(tmp_path / "declared.png", 2**31 - 1, 2**31 - 1, rows=0)
     png(tmp_path / "true.png", 400_000, 500, depth=1, colors=0)
@@ -78,7 +78,7 @@ def test_too_many_pixels_are_refused_unread(tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "tags.tif", tiffinfo={270: "x" * 50})
     data = bytearray((tmp_path / "tags.tif").read_bytes())
     at = data.index(struct.pack("<HH", 270, 2))
-    data[at + 4 : at + 8] = struct.pack("<I", 2**32 - 2)  # an entry of 4 GB of numbers, of which there are none
+    data[at + 4 : at + 8] = struct.pack("<I", 2**32 - 2)  # an entry that declares 4 GB of numbers
     (tmp_path / "tags.tif").write_bytes(data)
     code = """
 for path in sys.argv[1:]:
@@ -105,7 +105,7 @@ except BadSample as bad:
 
 
 def test_a_jpeg_of_thousands_of_scans(tmp_path):
-    """Each scan of some bytes passes over the whole picture."""
+    """Each scan has only some bytes but covers all pixels."""
     path = tmp_path / "scans.jpg"
     Image.new("L", (1500, 1000)).save(path, progressive=True)
     data = path.read_bytes()
@@ -121,7 +121,7 @@ def test_a_jpeg_of_thousands_of_scans(tmp_path):
 
 
 def test_a_slow_file_is_given_up(tmp_path):
-    """Numbers in decimal, which Pillow reads in Python: 1 s for a million pixels; there may be 178 times as many."""
+    """Pillow reads decimal numbers in Python, at 1 s per million pixels, and a file may have 178 million."""
     line = "7 " * 3000 + "\n"
     (tmp_path / "slow.ppm").write_text("P3\n1000 1000\n255\n" + line * 1000)
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Pictures in folders: the crop, odd formats, unreadable files, the folder's layout."""
+"""Pictures in folders: pixels, unreadable files, the folder's layout, and mirroring."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Cached latents: written, read back, resumed, refused."""
+"""Cached latents are written, read back, resumed or refused."""
 
 import json
 import pickle
@@ -30,7 +30,7 @@ def codec():
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """45 pictures of 16x16 in two classes, one of which is broken behind its header."""
+    """Write 45 pictures of 16x16 in two classes, one of them broken after its header."""
     root = tmp_path_factory.mktemp("pictures")
     random = np.random.default_rng(0)
     for i in range(45):
@@ -75,7 +75,7 @@ def test_the_files_are_as_documented(pictures, codec, made):
 
 
 def test_round_trip(pictures, codec, made):
-    """Cached latents are those that the codec gives for the picture and its mirror image, to fp16's precision."""
+    """Cached latents equal the codec's output for the picture and its mirror image, to fp16 precision."""
     source = build_dataset(str(pictures), 16, seed=3)
     rows = list(latents_of(made))
     data = build_dataset(str(made), 16, seed=3)
@@ -108,7 +108,7 @@ def test_mirroring_can_be_turned_off_or_left_out(pictures, codec, made, tmp_path
 
 def test_worker_processes_read_the_same(made):
     data, schedule = build_dataset(str(made), 16, seed=0), BatchSchedule(44, 8, 0)
-    data[SampleKey(0, 0, 0)]  # opened in this process: workers must not be disturbed
+    data[SampleKey(0, 0, 0)]  # files opened here must not disturb the workers
     options = dict(dp_rank=0, dp_size=1, batch_size=8, end_step=10)
     for a, b in zip(
         build_loader(data, schedule, num_workers=0, **options),
@@ -135,7 +135,7 @@ def test_a_deleted_or_damaged_shard_is_made_again_and_the_others_kept(pictures, 
     monkeypatch.setattr(codec, "moments", lambda x: encoded.append(len(x)) or moments(x))
     make(pictures, codec, tmp_path)
     assert sum(encoded) == 2 * (10 + 10) and contents(tmp_path) == contents(made)
-    make(pictures, codec, tmp_path)  # nothing left to do
+    make(pictures, codec, tmp_path)  # nothing is left to do
     assert sum(encoded) == 2 * (10 + 10) and contents(tmp_path) == contents(made)
 
 
@@ -181,7 +181,7 @@ def test_a_shard_may_be_empty(pictures, codec, made, tmp_path):
     assert len(data) == 44 and len(list(tmp_path.glob("*.tar"))) == 45
     for row in range(44):
         a, b = data[SampleKey(row, 0, 0)], whole[SampleKey(row, 0, 0)]
-        torch.testing.assert_close(a.x, b.x, rtol=2e-3, atol=2e-3)  # other batches: the last bit may differ
+        torch.testing.assert_close(a.x, b.x, rtol=2e-3, atol=2e-3)  # in other batches the last bit may differ
         assert a.y == b.y
 
 

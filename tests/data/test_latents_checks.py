@@ -1,4 +1,4 @@
-"""Caches of latents from strangers, or damaged on the way: told at the start, or by checksums beside the training."""
+"""Forged or damaged caches of latents are refused at the start, or found by checksums during training."""
 
 import hashlib
 import json
@@ -166,7 +166,7 @@ def test_a_flipped_bit_ends_the_reading_with_the_shard_s_name(workers, cache):
     path = sorted(cache.glob("*.tar"))[2]
     flip_a_bit(path)
     with batches(cache, num_workers=workers) as loader:
-        next(loader)  # the first step is not held up
+        next(loader)  # the first step does not wait for checksums
         with pytest.raises(DataError, match=f"--data_path {cache}: {path} is damaged: its checksum.*preprocess.py"):
             for _ in loader:
                 time.sleep(0.01)
@@ -209,12 +209,12 @@ def test_a_kept_shard_that_is_damaged_is_made_again(pictures, codec, made, cache
     make(pictures, codec, cache)
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == whole
     (cache / "index.json").write_text("{")
-    make(pictures, codec, cache)  # an index that is damaged is written anew
+    make(pictures, codec, cache)  # a damaged index is written again
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == whole
 
 
 def encode(mesh, pictures, output):
-    for _ in range(2):  # the second time all shards are kept
+    for _ in range(2):  # the second run keeps all shards
         make(pictures, VAECodec(small_vae(), name="ema"), output, rank=mesh.rank, world_size=mesh.world_size)
 
 

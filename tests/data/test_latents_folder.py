@@ -1,4 +1,4 @@
-"""Several commands that write latents to one folder at once."""
+"""Several commands write latents to one folder at once."""
 
 import threading
 from copy import copy
@@ -21,7 +21,7 @@ def codec():
 
 @pytest.fixture
 def make(tmp_path, codec):
-    """make(size, then=...): makes latents of three pictures in tars; ``then`` is called once it has begun."""
+    """Return make(size, then=...), which caches the latents of three pictures and calls ``then`` once it has begun."""
     for i in range(3):
         path = tmp_path / "pictures" / "a" / f"{i}.png"
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -62,7 +62,7 @@ def test_sizes_that_are_made_at_once_are_all_in_the_index(make, tmp_path):
     make(16, second)
     assert between == [[24], [24, 32]] and sizes(folder) == [16, 24, 32]
     assert all(len(build_dataset(str(folder), size, seed=0)) == 3 for size in (16, 24, 32))
-    make(24, lambda: between.append(sizes(folder)))  # all are there: nothing is encoded
+    make(24, lambda: between.append(sizes(folder)))  # all sizes exist, so nothing is encoded
     assert len(between) == 2 and sizes(folder) == [16, 24, 32]
 
 

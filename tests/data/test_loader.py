@@ -1,4 +1,4 @@
-"""The schedule of batches and the worker processes."""
+"""The schedule of batches, and the worker processes."""
 
 import gc
 import os
@@ -145,23 +145,23 @@ def test_workers_give_what_this_process_gives_across_epochs_and_from_any_start()
 
 
 class Growing(Numbers):
-    """Row r is bytes of value r % 256, not in memory as the axes stand; every third row is twice as large."""
+    """Row r has bytes of value r % 256, in another order in memory; every third row is twice as large."""
 
     def load(self, row, flip):
         size = 200 if row % 3 else 400
         return torch.full((3, size, 200), row % 256, dtype=torch.uint8).permute(2, 0, 1)
 
 
-@pytest.mark.parametrize("pin", [True, False])  # where there is a GPU
+@pytest.mark.parametrize("pin", [True, False])  # with a GPU
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_a_batch_keeps_its_values_while_later_ones_are_made(as_bytes, pin):
-    """Worker processes use the memory of earlier batches again."""
+    """Worker processes reuse the memory of earlier batches."""
     options = dict(dp_rank=0, dp_size=1, batch_size=1, end_step=24, as_bytes=as_bytes, pin_memory=pin)
     iterator = build_loader(Growing(24), BatchSchedule(24, 1, 0), num_workers=2, **options)
     batches = []
     for batch in iterator:
         batches.append(batch)
-        time.sleep(0.005)  # the workers are ahead
+        time.sleep(0.005)  # let the workers run ahead
     iterator.close()
     for step, batch in enumerate(batches):
         (row,) = BatchSchedule(24, 1, 0).rows(step)
@@ -201,7 +201,7 @@ def test_workers_live_through_the_epochs_with_one_thread_each_and_end_on_close()
 
 
 def test_a_loader_that_ends_slowly_is_not_freed_by_its_thread(monkeypatch):
-    """At the interpreter's end the freeing of its tensors there would abort the process."""
+    """If that thread freed the loader's tensors while the interpreter ends, the process would abort."""
     slow, shut_down, seen = threading.Event(), loader.shut_down, []
 
     def end_slowly(results):
@@ -212,7 +212,7 @@ def test_a_loader_that_ends_slowly_is_not_freed_by_its_thread(monkeypatch):
     monkeypatch.setattr(loader, "shut_down", end_slowly)
     iterator = build_loader(Numbers(8), BatchSchedule(8, 2, 0), dp_rank=0, dp_size=1, batch_size=2, num_workers=1)
     next(iterator)
-    iterator.close()  # gives it two seconds
+    iterator.close()  # waits two seconds for it
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "loader end")
     slow.set()
     thread.join(60)
@@ -224,7 +224,7 @@ def test_a_loader_that_ends_slowly_is_not_freed_by_its_thread(monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_thread_that_watches_a_loader_ends_with_it(workers):
-    """One that wakes up while the interpreter ends, and frees batches then, aborts the process after all is well."""
+    """A thread that frees batches while the interpreter ends would abort the process."""
     given = dict(dp_rank=0, dp_size=1, batch_size=2, num_workers=workers, patience=60.0)
     iterator = build_loader(Numbers(8), BatchSchedule(8, 2, 0), **given)
     next(iterator)
@@ -239,12 +239,12 @@ def test_a_worker_that_dies_is_reported():
     with pytest.raises(DataError, match="process that reads the data died, exit code -9.*--num_workers"):
         for _ in range(30):
             next(iterator)
-            time.sleep(0.01)  # may die now: the error must wait for the next batch
+            time.sleep(0.01)  # a worker may die now: the error must wait for the next batch
     iterator.close()
 
 
 def test_a_dead_worker_does_not_interrupt_the_program_anywhere(monkeypatch):
-    """torch's signal handler would raise at whatever line runs when a worker dies."""
+    """torch's signal handler would raise at any line that runs when a worker dies."""
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -265,7 +265,7 @@ class Collecting(Numbers):
 
 
 class Owned:
-    """Says in which process it is freed."""
+    """Records the process in which it is freed."""
 
     def __init__(self, path):
         self.path, self.cycle = path, self
@@ -276,11 +276,11 @@ class Owned:
 
 
 def test_workers_do_not_collect_the_garbage_that_they_inherit(tmp_path):
-    """An inherited object that ends a thread, such as a process group, would hang or crash in a worker, which lacks the
+    """An inherited object that ends a thread, such as a process group, would hang or crash a worker, which lacks the
     thread."""
     schedule = BatchSchedule(8, 1, 0)
     gc.collect()
-    gc.disable()  # here: the workers must collect nevertheless
+    gc.disable()  # only in this process; workers must still collect
     try:
         Owned(tmp_path / "freed")
         loader = build_loader(Collecting(8), schedule, dp_rank=0, dp_size=1, batch_size=1, num_workers=2)
@@ -320,7 +320,7 @@ def test_bad_files_are_replaced_counted_and_told_once(workers):
         on_skip=told.append,
     )
     first = next(iterator)
-    assert (iterator.read, iterator.skipped) == (104, 4)  # row 50 goes on to 51 and then 52
+    assert (iterator.read, iterator.skipped) == (104, 4)  # row 50 is replaced by 51, which is bad too, and then by 52
     rows = first.x.flatten().tolist()
     wanted = [{10: 11, 50: 52, 51: 52}.get(row, row) for row in BatchSchedule(100, 100, 0).rows(0)]
     assert rows == wanted and first.y.tolist() == [row % 7 for row in wanted]

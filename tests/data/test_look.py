@@ -1,4 +1,4 @@
-"""``preprocess.py look``: of every kind of source, what it counts, names and draws."""
+"""``preprocess.py look``: what it counts, names and draws for every kind of source."""
 
 import base64
 import io
@@ -44,7 +44,7 @@ def save(path, width, height):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with every kind of source in it."""
+    """Write a folder with every kind of source."""
     root = tmp_path_factory.mktemp("look")
     for i in range(6):
         save(root / "pictures" / f"class{i % 2}" / f"{i}.png", 20 + 10 * i, 30)
@@ -132,7 +132,7 @@ def test_latents_are_shown_in_false_colours(data, tmp_path, monkeypatch):
     assert found.looks[0].frames[0].std() > 10
     run(data / "latents", tmp_path)
     shutil.copytree(data / "latents", tmp_path / "copy")
-    blend = found_in(f"{data / 'latents'}:0.5,{tmp_path / 'copy'}:0.5")  # nobody says at which size, here and below
+    blend = found_in(f"{data / 'latents'}:0.5,{tmp_path / 'copy'}:0.5")  # without a size, here and below
     assert [each.medium for each in blend.looks] == [Medium(1, 16, 16)] * 6
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(data)))
     server.faults, server.ranges = [], 0
@@ -211,7 +211,7 @@ def test_a_picture_takes_one_place_and_a_clip_three():
 
 
 def square_font(path):
-    """A font of which the character 文 is a black square."""
+    """Write a font in which the character 文 is a black square."""
     pen = TTGlyphPen(None)
     for i, point in enumerate(((0, 0), (0, 1000), (1000, 1000), (1000, 0))):
         (pen.moveTo if i == 0 else pen.lineTo)(point)
@@ -230,7 +230,8 @@ def square_font(path):
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_words_of_other_scripts(installed, data, tmp_path, monkeypatch):
-    """Drawn with a font that has them, if there is one; never a warning; and as text on the page."""
+    """Captions are drawn with a font that has their characters, if there is one, without warnings. The page has them as
+    text."""
     square_font(tmp_path / "wqy-microhei.ttf")
     fonts = [str(tmp_path / "wqy-microhei.ttf")] if installed else []
     monkeypatch.setattr(matplotlib.font_manager, "findSystemFonts", lambda: fonts)
@@ -244,7 +245,7 @@ def test_words_of_other_scripts(installed, data, tmp_path, monkeypatch):
         histograms = np.asarray(Image.open(io.BytesIO(draw_histograms(found))).convert("L"))
     words = np.asarray(Image.open(io.BytesIO(draw_sheet(found))).convert("L"))[GAP + 4 : GAP + 4 + LINE]
     names = histograms[len(histograms) // 2 :, : histograms.shape[1] // 3]
-    # Three squares without a gap, and none of it in boxes.
+    # Only the installed font draws three squares without a gap.
     assert (max(run_of_dark(line) for line in words) >= 3 * 11) == installed
     assert any(run_of_dark(line[:120]) >= 3 * 8 and run_of_dark(line) < 100 for line in names) == installed
     for each in caches:
@@ -291,7 +292,7 @@ def test_thumbnails():
         (Medium(1, 512, 512), 256),  # scaled down
         (Medium(1, 64, 64), 16),  # never up
         (Medium(1, 512, 2048), 8 * 32),  # the area of 256 x 256 at 1:4
-        (Medium(48, 64, 64, 24.0), 16 * 4),  # 16 of its 24 every-second frames, 4 a token
+        (Medium(48, 64, 64, 24.0), 16 * 4),  # 16 of the 24 frames at every second one, 4 a token
         (Medium(5, 64, 64, 24.0), 16),
     ],
 )
@@ -300,7 +301,7 @@ def test_tokens_of_a_medium(medium, tokens):
 
 
 def reference(lengths, budget):
-    """Best fit, by looking at every sequence."""
+    """Pack by best fit, looking at every pack, and drop the emptiest pack."""
     packs = []
     for length in sorted(lengths, reverse=True):
         fits = [pack for pack in packs if sum(pack) + length <= budget]

@@ -1,4 +1,4 @@
-"""The size of media inside of other files: how little of them is read."""
+"""The size of media inside other files is found by reading little of them."""
 
 import struct
 
@@ -15,7 +15,7 @@ FRAMES = (30, 192, 256)  # noise, so that the file is large
 
 
 class Stored:
-    """A file's bytes; which of them were read."""
+    """A file's bytes, which record what was read of them."""
 
     def __init__(self, content):
         self.content, self.reads = content, []
@@ -35,7 +35,7 @@ class Stored:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A clip whose tables stand at its beginning."""
+    """Write a clip whose tables are at its beginning."""
     path = tmp_path_factory.mktemp("clips") / "first.mp4"
     write_mp4(path, np.random.default_rng(0).integers(0, 256, (*FRAMES, 3), dtype=np.uint8), 24)
     assert path.stat().st_size > 8 * HEAD

@@ -1,4 +1,4 @@
-"""The video demo's clips: what they show, that they survive H.264, and that they are the same when made twice."""
+"""The video demo's clips show what they should, survive H.264, and are the same when made twice."""
 
 import json
 
@@ -20,7 +20,7 @@ def read(path):
 
 
 def centroids(clip):
-    """(T, 2): x and y of the mean of the light."""
+    """Return (T, 2), the x and y of the mean of the light."""
     light = clip[..., 0].astype(float)
     total = light.sum((1, 2))
     x, y = np.arange(clip.shape[2]), np.arange(clip.shape[1])
@@ -42,7 +42,7 @@ def test_captions_can_be_read_back():
 
 @pytest.mark.parametrize("digit", range(10))
 def test_digits_move_as_named_and_stay_in_view(digit):
-    """Every step goes the named way, all steps are alike (sub-pixel positions) and no light leaves the frame."""
+    """Every step goes in the named direction by the same distance, and no light leaves the frame."""
     images, labels = digits_split("train")
     image = images[labels == digit][3, 0]
     lights = []
@@ -75,7 +75,7 @@ def test_odd_sizes_single_frames_and_mistakes():
 
 
 def test_mp4_keeps_the_pictures(tmp_path):
-    """Light and colours come back within the codec's error, in their order."""
+    """Brightness and colours come back in order, within the codec's error."""
     image = digits_split("train")[0][5, 0]
     clip = render(image, "right", 24, 64, jitter_seed=1)
     write_mp4(tmp_path / "a" / "digit.mp4", clip, 24)
@@ -84,7 +84,7 @@ def test_mp4_keeps_the_pictures(tmp_path):
     with av.open(str(tmp_path / "a" / "digit.mp4")) as file:
         assert file.streams.video[0].average_rate == 24
     colours = np.array([[200, 60, 30], [20, 180, 90], [10, 30, 220]], np.uint8)
-    flat = np.broadcast_to(colours[:, None, None], (3, 720, 1280, 3)).copy()  # larger than what BT.601 is guessed for
+    flat = np.broadcast_to(colours[:, None, None], (3, 720, 1280, 3)).copy()  # too large for readers to assume BT.601
     write_mp4(tmp_path / "flat.mp4", flat, 29.97)
     assert np.abs(read(tmp_path / "flat.mp4").astype(int) - flat).max() <= 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "flat.mp4"]

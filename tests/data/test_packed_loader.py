@@ -1,4 +1,4 @@
-"""Packs as they are read: the same samples, crops and places on any ranks and workers, after any kill."""
+"""Packs have the same samples, crops and places for any ranks and workers, and after any kill."""
 
 import json
 import os
@@ -23,7 +23,7 @@ FEW = 20  # steps of tests that start many processes
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two folders of pictures of 60 sizes, and a blend of them."""
+    """Write two folders of pictures of random sizes, 60 in all, and a blend of them."""
     root, rng = tmp_path_factory.mktemp("packs"), np.random.default_rng(0)
     for name, count in (("a", 40), ("b", 20)):
         (root / name / "one").mkdir(parents=True)
@@ -50,7 +50,7 @@ def scheduled(data):
 
 
 def seen(batch, schedule):
-    """(step, index) -> row, crop by its contents, number of its pack and place in it."""
+    """Return (step, index) -> (row, shape, checksum, pack, place in the pack)."""
     rows, ends = schedule.rows(batch.step), schedule.ends(batch.step)
     assert batch.segments_in_step == len(rows) and len(batch.x) == len(batch.index) == len(batch.y)
     lengths = [x[0].numel() for x in batch.x]
@@ -70,7 +70,7 @@ def read(data, schedule, world, start, stop, units=1, workers=0):
         with build_loader(
             data, schedule, **how, start_step=start, end_step=stop, num_workers=workers, as_bytes=True
         ) as loader:
-            for batch in list(loader):  # the worker has long written where it read them
+            for batch in list(loader):  # by now the worker may have reused their memory
                 of_batch = seen(batch, schedule)
                 assert not found.keys() & of_batch.keys()
                 found |= of_batch
@@ -111,7 +111,7 @@ def test_ranks_and_workers_that_change_read_the_same_and_go_on_from_the_checkpoi
 
 
 def train(folder, log):
-    """Reads from the last line of the log on, writing a line a step: what was read, and a checkpoint's carry."""
+    """Read on from the last line of the log, and add a line a step with what was read and the schedule's state."""
     lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
     log.write_text("".join(lines))
     data = opened(folder)

@@ -1,4 +1,4 @@
-"""ICC profiles, gAMA and cHRM of pictures, against Pillow's ImageCms and closed forms."""
+"""ICC profiles, gAMA and cHRM of pictures against Pillow's ImageCms and closed forms."""
 
 import io
 import struct
@@ -32,7 +32,7 @@ def fixed(value):
 
 
 def build_profile(space, tags, kind=b"mntr", version=0x02400000):
-    """An ICC profile of these tags: name -> the tag's bytes."""
+    """Return an ICC profile with these tags: name -> the tag's bytes."""
     table, data, at = b"", b"", 128 + 4 + 12 * len(tags)
     for name, content in tags.items():
         content += bytes(-len(content) % 4)
@@ -56,7 +56,7 @@ def text(kind, content=b"x"):
 
 
 def display_p3():
-    """sRGB's curve with the primaries of Display P3, as phones write it."""
+    """Return a profile with sRGB's curve and the primaries of Display P3, as phones write it."""
     profile = bytearray(ImageCms.ImageCmsProfile(SRGB).tobytes())
     for number in range(struct.unpack_from(">I", profile, 128)[0]):
         name, at, _ = struct.unpack_from(">4sII", profile, 132 + 12 * number)
@@ -91,7 +91,7 @@ def test_display_p3_becomes_srgb(tmp_path, suffix):
 
 
 def test_a_green_of_display_p3_is_the_one_of_the_closed_form(tmp_path):
-    """P3's (60, 200, 60) lies outside of sRGB; (120, 160, 100) inside."""
+    """P3's (60, 200, 60) is outside of sRGB, (120, 160, 100) inside."""
     for colour in ((60, 200, 60), (120, 160, 100)):
         Image.new("RGB", (4, 4), colour).save(tmp_path / "p3.png", icc_profile=display_p3())
         light = np.where(np.array(colour) / 255 <= 0.04045, 0, ((np.array(colour) / 255 + 0.055) / 1.055) ** 2.4)
@@ -110,7 +110,7 @@ def test_palettes_and_alpha_are_converted_too(tmp_path):
     palette.save(tmp_path / "palette.png", icc_profile=profile)
     assert np.array_equal(read(tmp_path / "palette.png"), by_pillow(palette.convert("RGB"), profile))
     grey = Image.fromarray(pixels[..., 0])
-    grey.save(tmp_path / "grey.png", icc_profile=profile)  # of other channels than the profile's, but neutral
+    grey.save(tmp_path / "grey.png", icc_profile=profile)  # a grey picture with a profile for RGB
     assert np.array_equal(read(tmp_path / "grey.png"), by_pillow(grey.convert("RGB"), profile))
 
 
@@ -118,7 +118,7 @@ def test_srgb_itself_is_not_touched(tmp_path, monkeypatch):
     image = Image.fromarray(noise(24, 32, 3))
     image.save(tmp_path / "srgb.png", icc_profile=ImageCms.ImageCmsProfile(SRGB).tobytes())
     assert np.array_equal(read(tmp_path / "srgb.png"), np.asarray(image))
-    # A profile is looked into once.
+    # A profile is parsed only once.
     monkeypatch.setattr(ImageCms, "buildTransform", None)
     assert np.array_equal(read(tmp_path / "srgb.png"), np.asarray(image))
     image.save(tmp_path / "none.png")
@@ -138,11 +138,11 @@ def test_greys_with_a_profile(tmp_path, gamma):
     deep = np.linspace(0, 65535, 3001).round().astype(np.uint16)
     Image.fromarray(deep[None]).save(tmp_path / "deep.png", icc_profile=profile)
     wanted = 255 * srgb((deep / 65535) ** gamma)
-    assert np.abs(read(tmp_path / "deep.png")[0, :, 0] - wanted).max() <= 1.6  # between 256 greys that were converted
+    assert np.abs(read(tmp_path / "deep.png")[0, :, 0] - wanted).max() <= 1.6  # between 256 converted greys
 
 
 def test_cmyk_goes_through_its_profile(tmp_path):
-    """A profile whose inks are the other way round than one would think: cyan prints red."""
+    """In this profile, unlike in real ones, cyan prints red."""
     points = np.stack(np.meshgrid(*[[0.0, 1.0]] * 4, indexing="ij"), -1).reshape(-1, 4)
     lab = np.stack([100 - 60 * points[:, 0] - 40 * points[:, 3], 70 * points[:, 0], 50 * points[:, 0]], -1)
     coded = np.stack([lab[:, 0] * 652.8, (lab[:, 1] + 128) * 256, (lab[:, 2] + 128) * 256], -1).clip(0, 65535)

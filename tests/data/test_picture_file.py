@@ -1,4 +1,4 @@
-"""Pictures from strangers: the crop, every mode and format, and files made to take all memory or for ever."""
+"""Reading pictures: the crop, and every mode and format."""
 
 import struct
 import zlib
@@ -18,7 +18,7 @@ def noise(width, height, seed=0):
 
 
 def png(path, width, height, depth=8, colors=2, rows=None, extra=b"", level=9):
-    """A PNG of black pixels with ``rows`` of its ``height`` rows, ``extra`` chunks before them."""
+    """Write a black PNG with ``rows`` of its ``height`` rows, and with ``extra`` chunks before them."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -33,7 +33,7 @@ def png(path, width, height, depth=8, colors=2, rows=None, extra=b"", level=9):
 
 
 def tiff(path, array, sample_format=None):
-    """An uncompressed grey TIFF of any kind of numbers: more than Pillow itself writes."""
+    """Write an uncompressed grey TIFF with any kind of numbers, including kinds that Pillow cannot write."""
     height, width = array.shape
     data = array.tobytes()
     tags = [(256, width), (257, height), (258, array.itemsize * 8), (259, 1), (262, 1), (273, 8), (277, 1)]
@@ -79,13 +79,14 @@ def test_crop_keeps_the_centre_and_the_scale(width, height, size):
     image = Image.fromarray(np.stack((ramp_x, ramp_y, ramp_x), -1).round().astype(np.uint8))
     out = np.asarray(center_crop(image, size)).astype(float)
     assert out.shape == (size, size, 3)
-    step = min(width, height) / size  # source pixels an output pixel
+    step = min(width, height) / size  # source pixels per output pixel
     middle = slice(size // 4, size - size // 4)  # away from the border, where bicubic has no neighbours
     for axis, length in ((0, width), (1, height)):
         source = length / 2 + (np.arange(size) + 0.5 - size / 2) * step
         got = out[..., axis].mean(axis=axis)  # average over the direction along which the ramp is constant
         error = np.abs(got - source / length * 255)[middle]
-        # One output pixel: sizes are rounded and the crop starts at a whole pixel. Two grey levels: rounding.
+        # The tolerance is one output pixel, since sizes are rounded and the crop starts at a whole pixel, and two grey
+        # levels of rounding.
         assert error.max() <= step / length * 255 + 2
 
 
@@ -103,7 +104,7 @@ sides = st.integers(1, 700)
 @example(17, 1, 16)
 @example(700, 43, 64)
 def test_crop_equals_adm(width, height, size):
-    """To the bit for every picture that isn't a strip, and for strips that are made smaller."""
+    """Crops are equal to the bit, except for strips that are enlarged."""
     image = noise(width, height, seed=width * height)
     found, expected = np.asarray(center_crop(image, size)), adm_crop(image, size)
     if max(image.size) <= 16 * min(image.size) or min(image.size) >= size:
@@ -158,7 +159,7 @@ def test_transparent_palette_and_animation(tmp_path, recwarn):
     palette = Image.new("P", (8, 8), 1)
     palette.putpalette([0, 0, 0, 250, 120, 60] + [0] * 750)
     palette.save(tmp_path / "t.png", transparency=b"\x80\x80")
-    # Half of it, and white shines through.
+    # The colour is half transparent, so white shines through.
     assert read_picture(str(tmp_path / "t.png")).getpixel((3, 3)) == (252, 187, 157)
     frames = [Image.new("RGB", (8, 8), color) for color in ((255, 0, 0), (0, 255, 0))]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
@@ -176,7 +177,7 @@ def test_exif_rotation(tmp_path):
 
 
 def expected_bytes(values, white, low=0):
-    """The scale by its definition, in numpy's doubles."""
+    """Return bytes by the definition of the scale, in numpy's doubles."""
     return np.round((values.astype(np.float64) - low) * 255 / (white - low)).astype(int)
 
 
@@ -209,7 +210,7 @@ def test_deep_greys_keep_their_range(tmp_path, values, sample_format, white, low
 
 
 def test_deep_colours_keep_their_range(tmp_path):
-    """16 bits a colour, of which Pillow gives the upper 8."""
+    """Pillow reads only the upper 8 of 16 bits a colour."""
     values = (ramp * 65535).astype(">u2")
     deep = np.stack([values, values[::-1], values[:, ::-1]], -1).astype(">u2")
     rows = zlib.compress(b"".join(b"\0" + row.tobytes() for row in deep))
@@ -277,7 +278,7 @@ def test_a_colour_that_stands_for_transparency(tmp_path):
 
 def test_rare_colour_spaces(tmp_path):
     image = Image.new("RGB", (8, 8), (200, 60, 30))
-    image.convert("YCbCr").save(tmp_path / "ycbcr.tif", compression="tiff_lzw")  # Pillow 12 can't read its own without
+    image.convert("YCbCr").save(tmp_path / "ycbcr.tif", compression="tiff_lzw")  # Pillow 12 can't read it raw
     image.convert("CMYK").save(tmp_path / "cmyk.jpg", quality=95)
     Image.new("LAB", (8, 8), (140, 128, 128)).save(tmp_path / "lab.tif")
     for name, expected in (("ycbcr.tif", (200, 60, 30)), ("cmyk.jpg", (200, 60, 30)), ("lab.tif", (132, 132, 132))):

@@ -1,4 +1,4 @@
-"""preprocess.py as its users run it: in processes of its own, several at once, killed and started again."""
+"""preprocess.py as its users run it: in several processes at once, killed and started again."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(log, *flags, **environment):
-    """Runs preprocess.py with its output in the file ``log``, in a forked process, which needs no seconds to start."""
+    """Start preprocess.py in a forked process, which starts at once, with its output in the file ``log``."""
 
     def child():
         os.environ.update(environment)
@@ -40,7 +40,7 @@ def start(log, *flags, **environment):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_gpu():
-    """A GPU in use here couldn't be used by the forked processes."""
+    """Hide the GPU, because forked processes can't use one that this process has used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield
@@ -55,7 +55,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """The flags of a job over 60 pictures, without --output, and the folder that it makes."""
+    """Return the flags of a job over 60 pictures, without --output, and the folder that it makes."""
     from diffusers import AutoencoderKL
 
     root = tmp_path_factory.mktemp("job")
@@ -71,7 +71,7 @@ def job(tmp_path_factory):
     flags = ["latents", "--data_path", root / "pictures", "--vae", root / "vae", "--image_size", 32]
     flags = list(map(str, [*flags, "--batch_size", 4, "--num_workers", 0, "--shard_size", "65KB"]))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # another number of threads may round the last bit in another way
+    torch.set_num_threads(1)  # the number of threads may change the last bit
     assert preprocess.main([*flags, "--output", str(root / "latents")]) == 0
     yield flags, root / "latents"
     torch.set_num_threads(threads)
@@ -91,7 +91,7 @@ def test_the_job_makes_a_data_set(job):
 
 
 def test_killed_midway_it_goes_on_to_the_same_bytes(job, tmp_path):
-    """kill -9 after the first shard; the same command again keeps that shard and ends with the same files."""
+    """After kill -9 past the first shard, the same command keeps that shard and ends with the same files."""
     flags, reference = job
     output = tmp_path / "latents"
     process = start(tmp_path / "log", *flags, "--output", output)
@@ -103,7 +103,7 @@ def test_killed_midway_it_goes_on_to_the_same_bytes(job, tmp_path):
     done = list(output.glob(FINISHED))
     assert 0 < len(done) < 10 and not (output / "index.json").exists()
     for end in ("partial", "index.1.partial"):
-        (output / f"latents-32-00009-of-00010.tar.{end}").write_bytes(b"half a shard")  # as a worse moment leaves
+        (output / f"latents-32-00009-of-00010.tar.{end}").write_bytes(b"half a shard")  # as a later kill leaves
     kept = {path: path.stat().st_mtime_ns for path in done}
     assert preprocess.main([*flags, "--output", str(output)]) == 0
     assert contents(output) == contents(reference)
@@ -111,7 +111,7 @@ def test_killed_midway_it_goes_on_to_the_same_bytes(job, tmp_path):
 
 
 def start_two(folder, *flags):
-    """The two processes of one run of preprocess.py that writes to folder / "latents", and the files of their logs."""
+    """Start the two processes of one run that writes to folder / "latents". Return them and their log files."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -130,7 +130,7 @@ def test_two_processes_make_what_one_makes(job, tmp_path):
     texts = [log.read_text() for log in logs]
     assert [process.exitcode for process in processes] == [0, 0], texts
     assert contents(output) == contents(reference)
-    assert sorted("skipped" in text for text in texts) == [False, True]  # each picture went to one of them
+    assert sorted("skipped" in text for text in texts) == [False, True]  # one of them read the broken picture
     assert "59 pictures in 10 shards, 1 unreadable files left out" in texts[0] and "59 pictures" not in texts[1]
 
 
@@ -167,7 +167,7 @@ def test_a_failed_job_leaves_no_empty_folder(job, tmp_path, capsys, monkeypatch)
 
 @pytest.mark.parametrize("vae", ["none", "ema"])
 def test_latents_of_another_vae_are_refused_before_training(vae, job, tmp_path, capsys, no_ranks):
-    """These are 4 x 16 x 16; --vae none would draw them as pixels, --vae ema as pictures of 128 px."""
+    """--vae none would draw these 4 x 16 x 16 latents as pixels, and --vae ema as pictures of 128 px."""
     argv = ["--model", "DiT-Ti/2", "--data_path", str(job[1]), "--image_size", "32", "--outputs", str(tmp_path)]
     with pytest.raises(SystemExit) as stop:
         train.main([*argv, "--vae", vae])
@@ -194,13 +194,13 @@ def test_a_demo_is_made_listed_and_checked(tmp_path, capsys):
     assert "kept 4 of 4 rows" in (out := capsys.readouterr().out) and "enlarged by training at 17: 4 (" in out
     assert preprocess.main([*flags, "--min-size=17"]) == 2
     assert "too small: 4 (" in capsys.readouterr().out
-    assert preprocess.main([*flags, "--frame-interval=4"]) == 2  # 61 frames of 48
+    assert preprocess.main([*flags, "--frame-interval=4"]) == 2  # needs 61 frames of 48
     output = capsys.readouterr()
     assert "too short: 4 (" in output.out and "error: no row of" in output.err
 
 
 def test_a_demo_of_the_test_digits(tmp_path, capsys):
-    """Clips of both splits show other digits; a folder holds those of one."""
+    """Clips of the two splits show different digits, and a folder has clips of one split only."""
     clips = {}
     for split in ("train", "test"):
         flags = ["demo", "--output", str(tmp_path / split), "--clips", "2", "--size", "16", "--split", split]

@@ -1,4 +1,4 @@
-"""Latents and embeddings of public models, cached by the components of their own folders, and training from them."""
+"""Cache latents and embeddings with the components of public models' folders, and train from these caches."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens"
 ROWS = 8
 SIZE = {name: 32 if name in ("wan", "ltx") else 64 for name in FAMILIES}
 FRAMES = {"wan": 5, "ltx": 9}
-# Tokens of the cached captions, and widths of tokens and pooled vectors.
+# Tokens of the cached captions, and widths of tokens and of pooled vectors.
 FORMS = {
     "flux": (512, T5_WIDTH, CLIP_WIDTH),
     "z_image": (None, QWEN_WIDTH, 0),
@@ -48,12 +48,12 @@ FORMS = {
     "cosmos2": (None, T5_WIDTH, 0),
     "sd3": (333, T5_WIDTH, PROJECTED),
 }
-NAMES = [name for name in FAMILIES if name != "flux2"]  # which is klein with other text encoders
+NAMES = [name for name in FAMILIES if name != "flux2"]  # flux2 is klein with other text encoders
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder with the pipeline of every family, and captioned pictures and clips."""
+    """Write the pipeline of every family, and captioned pictures and clips."""
     root, random = tmp_path_factory.mktemp("public"), np.random.default_rng(0)
     rows = {suffix: ["path,text"] for suffix in (".png", *(f"{name}.mp4" for name in FRAMES))}
     for number in range(ROWS):
@@ -90,7 +90,7 @@ def opened(path, name):
 
 @pytest.fixture(scope="module")
 def made(root, tmp_path_factory):
-    """Return the caches of all families."""
+    """Make the caches of all families and return their folders."""
     caches = {name: tmp_path_factory.mktemp("made") / name for name in NAMES}
     for name, output in caches.items():
         assert make(root, name, output, "--shard_size", "3") == 0
@@ -142,7 +142,7 @@ def losses(folder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_from_a_cache_is_training_from_the_files(root, made, name, tmp_path, monkeypatch):
-    """The same curve, to the precision that embeddings are stored in, without the text encoders; grids are drawn."""
+    """Training has the same curve, to the precision of stored embeddings, without text encoders. Grids are drawn."""
     how = "--batch_size 2 --max_steps 4 --log_every 1 --ckpt_every 0 --warmup_steps 0 --lr 1e-3 --label_drop 0.3"
     argv = [*how.split(), *flags_of(name), "--mixed_precision", "fp32", "--num_workers", "1"]
     argv += ["--pretrained", str(root / name), "--sample_steps", "1"]
@@ -155,7 +155,8 @@ def test_training_from_a_cache_is_training_from_the_files(root, made, name, tmp_
 
 
 def test_text_encoders_in_fewer_bits_cache_what_they_train_with(root, tmp_path):
-    """A cache holds the embeddings of --text_precision; training with the flag has the same curve, another without."""
+    """A cache holds the embeddings of --text_precision. Training with the flag has the same curve, and without it
+    another."""
     make(root, "flux", tmp_path / "cache", "--text_precision", "nf4")
     encoder = load_published_text(root / "flux", FAMILIES["flux"], device="cpu", precision="nf4")
     data = opened(tmp_path / "cache", "flux")
@@ -220,7 +221,7 @@ def test_captions_are_cut_to_a_length(root, tmp_path, capsys):
 
 
 def test_the_folder_may_lie_elsewhere(root, made, tmp_path):
-    """Embeddings and latents are read from a cache that a copy of the folder made."""
+    """A cache made with one copy of the folder can be read with another."""
     shutil.copytree(root / "flux", tmp_path / "copy")
     argv = ["--pretrained", str(tmp_path / "copy"), "--data_path", str(made["flux"]), *flags_of("flux")]
     argv += ["--max_steps", "1", "--mixed_precision", "fp32", "--batch_size", "2", "--outputs", str(tmp_path / "out")]
@@ -259,7 +260,7 @@ def test_what_does_not_go_together_is_refused(root, tmp_path, capsys, name, more
 
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_a_folder_of_captioned_files_with_a_prefix(root, tmp_path, name, capsys):
-    """Cached and live; what can't be changed about cached embeddings is refused."""
+    """The prefix works with and without a cache, but the captions of cached embeddings can't be shuffled."""
     media, suffix = tmp_path / "media", ".mp4" if name == "wan" else ".png"
     media.mkdir()
     for number in range(4):
@@ -292,7 +293,7 @@ def test_a_folder_of_captioned_files_with_a_prefix(root, tmp_path, name, capsys)
     ids=["other shapes", "equal shapes"],
 )
 def test_embeddings_of_another_model_are_refused(root, made, tmp_path, name, encoder, found, capsys):
-    """The folder that made a cache tells the family, and without this folder the shapes do."""
+    """The family is known from the folder that made a cache or, without this folder, from the shapes."""
     shutil.copytree(made["flux"], tmp_path / "cache")
     index = tmp_path / "cache" / "index.json"
     index.write_text(index.read_text().replace(f'"encoder": "{root}/flux"', f'"encoder": "{root}/{encoder}"'))

@@ -1,4 +1,4 @@
-"""Data sets of a program: ``opendit.train(config, data=...)``."""
+"""Data sets that a program passes: ``opendit.train(config, data=...)``."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from opendit.data.python_data import PythonDataset, offer
 
 
 class Listed:
-    """A map-style data set of a list."""
+    """A map-style data set with the samples of a list."""
 
     def __init__(self, *samples, **more):
         self.samples = samples

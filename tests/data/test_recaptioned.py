@@ -23,7 +23,7 @@ TAGS = ["cat", "red hat", "outdoors", "猫"]
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """Eight pictures 24 x 8 of a ramp, whose captions are four tags and the picture's number."""
+    """Write eight pictures 24 x 8 of a ramp. Their captions are four tags and the picture's number."""
     folder = tmp_path_factory.mktemp("pictures")
     for number in range(8):
         ramp = np.tile((np.arange(24) * 10).astype(np.uint8)[None, :, None], (8, 1, 3))
@@ -58,7 +58,7 @@ def test_tags_are_lost_or_moved_and_nothing_else(tags, key, drop, shuffle):
     assert Counter(got) == Counter(change_tags(text, key, shuffle=not shuffle, drop=drop).split(", "))
     if not shuffle:
         places = iter(given_tags)
-        assert all(tag in places for tag in got)  # in their order
+        assert all(tag in places for tag in got)  # in the original order
 
 
 def test_every_order_and_every_tag_comes_as_often():
@@ -101,7 +101,7 @@ def samples_of(data, ranks, micro, start=0):
 def test_ranks_and_resumes_see_the_same_and_epochs_do_not(pictures):
     data = opened(pictures, shuffle_tags=True, tag_drop=0.2, caption_prefix="x", random_crop=True)
     one = samples_of(data, 1, 1)
-    assert len(one) == 24  # three epochs
+    assert len(one) == 24  # from three epochs
     assert samples_of(data, 2, 1) == samples_of(data, 4, 1) == samples_of(data, 2, 2) == one
     assert samples_of(data, 1, 1, start=3) == {key: value for key, value in one.items() if key[0] >= 3}
     assert len({text for text, _ in one.values()}) > 16 and len({x for _, x in one.values()}) > 8
@@ -119,7 +119,7 @@ def test_crops_are_cut_where_the_place_says(pictures):
         frames = torch.from_numpy(np.stack([ramp, ramp]))
         assert torch.equal(resize_and_crop(frames, Crop(8, 8, place))[:, 1], wanted), place
     lefts = {data[SampleKey(0, step, 0)].x[0, 0, 0].item() for step in range(100)}
-    assert len(lefts) == 17  # all places there are
+    assert len(lefts) == 17  # every possible place
     assert torch.equal(opened(pictures)[SampleKey(0, 5, 0)].x, data.read(0).x)
     image = Image.open(pictures / "0.png")
     assert np.array_equal(fill_crop(image, 8, 12, (0, 1 - 1e-9)), ramp[:, 12:])
@@ -138,7 +138,7 @@ def test_a_folder_of_classes_is_cropped_too(pictures, tmp_path):
 
 
 def test_regularisation_pictures_are_a_source_of_a_blend(pictures, tmp_path):
-    """Pictures with captions that count ten times, beside others without any, whose prefix is their caption."""
+    """One source counts ten times. The other has no captions, so its prefix becomes the caption."""
     for number in range(5):
         Image.new("RGB", (9, 9), (0, number, 0)).save(tmp_path / f"r{number}.png")
     (tmp_path / "blend.yaml").write_text(

@@ -1,4 +1,4 @@
-"""Numbers all but a few against the list of them."""
+"""An array of all numbers but a few equals the list of them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Samples at shapes near their own: what is read, from where sizes are known, what is left out."""
+"""Samples at shapes near their own: what is read, where sizes come from, and what is left out."""
 
 import tracemalloc
 
@@ -33,7 +33,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def gradient(height, width):
-    """Red grows to the right, green downwards, whatever the size."""
+    """Return a picture of any size whose red grows to the right and green downwards."""
     red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return np.stack([red, green, np.zeros_like(red)], axis=-1).round().astype(np.uint8)
 
@@ -123,8 +123,7 @@ def test_pictures_lie_on_their_side(tmp_path):
 @pytest.mark.parametrize("size", [(40, 100), (100, 40), (31, 77), (500, 90)])
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24), (32, 8)])
 def test_a_crop_is_the_middle_at_one_scale(size, shape):
-    """The colours of the picture are its coordinates: the crop has the same middle, both axes have one scale, and the
-    corners are as far from the middle as the shape says."""
+    """The picture's colours are its coordinates. The crop has the same middle, and both axes have the same scale."""
     out = np.asarray(fill_crop(Image.fromarray(gradient(*size)), *shape)).astype(float)
     assert out.shape[:2] == shape
     unit = min(size[0] / shape[0], size[1] / shape[1])
@@ -202,7 +201,7 @@ def test_cached_latents_keep_their_shapes():
 
 
 class Latents(MediaDataset):
-    """On paper: so many rows in turn of latents of each size."""
+    """Latents without files, with a number of rows for each size in turn."""
 
     def __init__(self, runs):
         self.counts, self.sizes = zip(*runs, strict=True)
@@ -228,7 +227,7 @@ SIDES = st.tuples(st.integers(0, 9), st.tuples(st.integers(1, 3), st.integers(1,
 def test_shapes_of_latents_are_those_of_a_list_of_all_rows(cache, runs, held, kept):
     data = Latents([*runs, (3, runs[0][1])])
     sizes = np.repeat(np.array(data.sizes, np.int32), data.counts, axis=0)
-    if held:  # of some of the rows
+    if held:  # only some of the rows
         data = hold_out(data, held / 10)[0]
         sizes = sizes[data.rows[:]]
     shapes, keys = np.unique(sizes, axis=0, return_inverse=True)
@@ -244,7 +243,7 @@ def test_shapes_of_latents_are_those_of_a_list_of_all_rows(cache, runs, held, ke
 
 
 def test_shapes_of_latents_take_no_memory_for_each_row(cache):
-    """The sizes of 4 M rows would be 48 MB. The first start needs 2 bytes a row and the buffer to hash."""
+    """The sizes of 4 M rows would take 48 MB. The first start needs 2 bytes a row and a buffer for hashing."""
     data = Latents([(2_000_000, (1, 2, 2)), (2_000_000, (1, 2, 3))])
     for most in (64_000_000, 1_000_000):
         tracemalloc.start()
@@ -273,7 +272,7 @@ def test_what_is_found_for_many_rows_is_kept_and_mapped(media, cache, monkeypatc
     again = shape_media(data, table, 1, 1.25, "--bucket_tokens")
     same(again, in_memory)
     assert isinstance(again.rows, np.memmap) and isinstance(again.keys, np.memmap)
-    with pytest.raises(ZeroDivisionError):  # other shapes for another factor, and for other files
+    with pytest.raises(ZeroDivisionError):  # another factor or other files need other shapes
         shape_media(data, table, 1, 1.5, "--bucket_tokens")
     with pytest.raises(ZeroDivisionError):
         shape_media(build_dataset(str(media), 64, seed=0), table, 1, 1.25, "--bucket_tokens")

@@ -1,4 +1,4 @@
-"""Whatever the file and the reader: the frames, and how many there are, that FFmpeg's decoding from the start gives."""
+"""For any file and reader, the frames and their number are those that FFmpeg decodes from the start."""
 
 import itertools
 import random
@@ -69,8 +69,8 @@ def encoded(path, codec, container=("matroska", {}), seed=0, **shape):
 
 
 def remuxed(source, path, container, first=0, shift=0, beside=()):
-    """A file of the packets from number ``first`` on, whose times begin ``shift`` frames earlier; with the streams of
-    other files before it."""
+    """Write a file with the packets from number ``first`` on, shown ``shift`` frames earlier, and with the streams of
+    other files before them."""
     with av.open(str(path), "w", format=container[0], options=container[1]) as target:
         inputs = [av.open(str(each)) for each in (*beside, source)]
         streams = []
@@ -93,7 +93,8 @@ def remuxed(source, path, container, first=0, shift=0, beside=()):
 
 
 def with_edits(path, entries):
-    """The file with another edit list: (length in movie ticks, media time or -1, rate) each; its tables stand last."""
+    """Replace the edit list of a file with its tables at the end. An entry is (length in movie ticks, media time or -1,
+    rate)."""
     data = bytearray(path.read_bytes())
     moov = data.rindex(b"moov") - 4
     assert moov + struct.unpack_from(">I", data, moov)[0] == len(data)
@@ -111,7 +112,7 @@ def with_edits(path, entries):
 
 
 def reference(path):
-    """All frames of the best stream that is no cover, as FFmpeg's decoding from the start gives them."""
+    """Return all frames of the best stream that is no cover, as FFmpeg decodes them from the start."""
     with av.open(str(path)) as file:
         stream = file.streams.best("video")
         if av.stream.Disposition.attached_pic in stream.disposition:
@@ -122,7 +123,8 @@ def reference(path):
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """A file of a kind, made once; None where a muxer or FFmpeg itself has no use for it."""
+    """Return a function that makes each kind of file once. It returns None where a muxer or FFmpeg does not support the
+    kind."""
     folder, known = tmp_path_factory.mktemp("shown"), {}
 
     def base(codec):
@@ -145,7 +147,7 @@ def made(tmp_path_factory):
         try:
             remuxed(base(codec), path, CONTAINERS[container], first, shift, beside)
         except (av.error.FFmpegError, ValueError):
-            return None  # the container does not take such packets
+            return None  # the container does not allow such packets
         if cut in ("edits", "empty edit", "repeated", "fast"):
             if container not in ("mp4", "mov") or streams != "alone":
                 return None
@@ -165,7 +167,7 @@ def made(tmp_path_factory):
         try:
             return path, reference(path)
         except av.error.FFmpegError:
-            return None  # it begins with what can't be decoded
+            return None  # the beginning can't be decoded
 
     def once(*kind):
         if kind not in known:
@@ -203,7 +205,7 @@ KINDS = list(itertools.product(CODECS, CONTAINERS, CUTS, STREAMS))
 ALWAYS = [
     ("h264 open", "mp4", "whole", "alone"),
     ("h264 open", "mkv", "later", "alone"),
-    ("h264 B", "mp4", "later", "alone"),  # frames before a cut, hidden by an edit list
+    ("h264 B", "mp4", "later", "alone"),  # frames before a cut that an edit list hides
     ("h264 B", "mp4", "edits", "alone"),
     ("h264", "mp4", "whole", "second is larger"),
     ("h264", "mkv", "whole", "cover first"),
@@ -238,7 +240,7 @@ def with_matrix(path, target, a, b, c, d):
 
 
 def with_box(path, target, box):
-    """The file with one more box in its only sample entry; its tables stand last."""
+    """Add a box to the only sample entry of a file with its tables at the end."""
     data = bytearray(path.read_bytes())
     entry = data.rindex(b"avcC") - 4
     data[entry:entry] = box
@@ -266,7 +268,7 @@ def shown(path, reader):
     "matrix", [m for m in itertools.product((-1, 0, 1), repeat=4) if m.count(0) == 2 and m[0] * m[3] - m[1] * m[2]]
 )
 def test_turned_and_mirrored(plain, tmp_path, reader, matrix):
-    """Every pixel (x, y) is shown at (a x + c y, b x + d y), moved to begin at 0."""
+    """Every pixel (x, y) is shown at (a x + c y, b x + d y), moved so that both begin at 0."""
     a, b, c, d = matrix
     path = with_matrix(plain, tmp_path / "turned.mp4", *matrix)
     frames = reference(plain)[[0, 7, 20]]
@@ -297,7 +299,7 @@ def test_pixels_that_are_not_square(plain, tmp_path, reader, wide, high):
 
 @pytest.mark.parametrize("reader", HERE)
 def test_the_shape_of_pixels_in_the_stream_alone(tmp_path, reader):
-    """MP4 files that FFmpeg writes say it twice; others leave it to H.264."""
+    """FFmpeg writes it into the container as well, other programs into the H.264 stream alone."""
     path = tmp_path / "wide.mp4"
     with av.open(str(path), "w") as file:
         stream = file.add_stream("libx264", rate=RATE, options={"x264-params": "sar=4/3:keyint=9"})
@@ -317,7 +319,7 @@ def test_the_shape_of_pixels_in_the_stream_alone(tmp_path, reader):
 def test_what_a_container_hides(plain, tmp_path, reader, cut):
     left, right, top, bottom = cut
     width, height = WIDTH - left - right, HEIGHT - top - bottom
-    fields = (width, 1, height, 1, left - right, 2, top - bottom, 2)  # offsets of the middles
+    fields = (width, 1, height, 1, left - right, 2, top - bottom, 2)  # offsets between the centres
     path = with_box(plain, tmp_path / "cut.mp4", struct.pack(">I4sIIIIiIiI", 40, b"clap", *fields))
     expected = reference(plain)[[0, 7, 20], top : HEIGHT - bottom, left : WIDTH - right]
     assert np.array_equal(shown(path, reader), expected)
@@ -328,7 +330,8 @@ def test_what_a_matroska_file_crops(tmp_path, reader):
     path = encoded(tmp_path / "plain.mkv", "h264 B")
     frames = reference(path)[[0, 7, 20]]
     data = path.read_bytes()
-    # Elements as FFmpeg writes them, and as many bytes with 6 columns and 10 rows cut off; 82 x 62 pixels are shown.
+    # Replace elements that FFmpeg writes with as many bytes that crop 6 columns and 10 rows, so 82 x 62 pixels are
+    # shown.
     known = bytes.fromhex("e08ab08158ba814854b28104" + "55ee8100" + "ec010000000000000200" + "00")
     cut = bytes.fromhex("e096b08158ba8148" + "54b0815254ba813e" + "54cc810654aa810a" + "ec8100")
     assert data.count(known) == 1 and len(known) == len(cut)

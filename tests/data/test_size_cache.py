@@ -1,4 +1,4 @@
-"""Facts about large data sets are found once a machine, equal those of small ones, and are mapped from files later."""
+"""Facts about large data sets are found once a machine, are mapped from files later, and equal those of small ones."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.data.shards.tars import picture, write_tar
 
 @pytest.fixture
 def mixed(tmp_path, monkeypatch):
-    """Two tars of pictures with clips among them."""
+    """Write two tars of pictures with clips among them."""
     monkeypatch.setenv(row_arrays.FOLDER, str(tmp_path / "sizes"))
     write_mp4(tmp_path / "c.mp4", np.zeros((4, 16, 16, 3), np.uint8), 24)
     (tmp_path / "tars").mkdir()
@@ -31,7 +31,7 @@ def mixed(tmp_path, monkeypatch):
 
 
 def facts(folder):
-    """All that the lists of rows decide."""
+    """Return everything that depends on the lists of rows."""
     pictures = build_dataset(str(folder), 8, seed=0)
     both = build_dataset(str(folder), 8, seed=0, use_video=True, num_frames=2)
     rest, held = hold_out(both, 0.3)
@@ -52,7 +52,7 @@ def test_large_data_sets_are_what_small_ones_are(mixed, tmp_path, monkeypatch):
     for _ in ("made", "mapped"):
         *large, arrays = facts(mixed)
         assert large == small and all(map(is_mapped, arrays))
-        # The second time nobody looks at the rows again.
+        # The second time no row is looked at.
         monkeypatch.setattr(shards.IndexedTar, "shapes", None)
     with pytest.raises(ValueError, match="--validate_share 0.99: of 10 samples 10 are held out"):
         hold_out(build_dataset(str(mixed), 8, seed=0, use_video=True, num_frames=2), 0.99)

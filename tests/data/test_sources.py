@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
     def deny(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(sources.os, "scandir", deny)  # tests may run as root, whom nothing is denied
+    monkeypatch.setattr(sources.os, "scandir", deny)  # tests may run as root, to whom nothing is denied
     with pytest.raises(ValueError, match=f"--data_path {tmp_path}: can't be read .Permission denied.; allow it .chmod"):
         build_dataset(str(tmp_path), 8, seed=0)
 

@@ -1,4 +1,4 @@
-"""torchvision's data sets, recognised by their files: small fakes in the real formats."""
+"""torchvision's data sets are recognised by their files. The tests use small fakes in the real formats."""
 
 import pickle
 
@@ -13,7 +13,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def fake_cifar10(root):
-    """Two pictures a batch file; picture values are its number in the set, so that rows can be told apart."""
+    """Write files with two pictures each. The pixels' value is the picture's number in the set."""
     folder = root / "cifar-10-batches-py"
     folder.mkdir(parents=True)
     for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
@@ -45,7 +45,7 @@ def fake_mnist(root, name):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """No checksum of the sets that have some is known."""
+    """Remove the checksums, which the fakes can't match."""
     for kind in (datasets.CIFAR10, datasets.STL10):
         for name in ("train_list", "test_list"):
             files = [[file, None] for file, _ in getattr(kind, name) if kind is datasets.CIFAR10 or "train_" in file]
@@ -80,7 +80,7 @@ def test_cifar10_is_mirrored_by_default(tmp_path, unchecked):
 
 
 def test_a_damaged_cifar10_is_refused_unopened(tmp_path):
-    fake_cifar10(tmp_path)  # its checksums are wrong, and a pickle with a wrong checksum must not be loaded
+    fake_cifar10(tmp_path)  # its checksums are wrong, so its pickles must not be loaded
     with pytest.raises(ValueError, match=r"--data_path .*cifar-10-batches-py: CIFAR-10 can't be read .*corrupted"):
         build_dataset(str(tmp_path), 32, seed=0)
 

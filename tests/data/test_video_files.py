@@ -1,4 +1,4 @@
-"""Whichever decoder reads a clip: the same frames, pixels, numbers of frames and errors; and which one is taken."""
+"""All readers of clips give the same frames, numbers of frames and errors, and the fastest one is chosen."""
 
 import builtins
 import threading
@@ -17,7 +17,7 @@ from tests.data.test_clips import encode, rotate
 @pytest.fixture(params=READERS)
 def reader(request):
     problem = problem_of(request.param)
-    if request.param == "torchcodec" and problem:  # the others are installed with the project
+    if request.param == "torchcodec" and problem:  # only torchcodec is optional
         pytest.skip(f"{request.param}: {problem}")
     assert not problem
     return request.param
@@ -39,7 +39,7 @@ def noise(count, width, height, seed=0):
 
 
 def in_order(path):
-    """All frames, by a graph of FFmpeg's filters that no code of ours has a part in."""
+    """Return all frames through FFmpeg's filters, without any code of this project."""
     frames = []
     with av.open(str(path)) as file:
         stream, graph = file.streams.video[0], av.filter.Graph()
@@ -57,7 +57,7 @@ def in_order(path):
 
 
 def read(path, indices, reader):
-    """(frames, how many the file was said to have)."""
+    """Return (frames, the number of frames that the reader found in the file)."""
     lengths = []
 
     def choose(timeline):
@@ -137,7 +137,7 @@ def outcome(path, reader):
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("ending", ["mp4", "mkv"])
 def test_damaged_files_are_the_same_frames_or_an_error(tmp_path, reader, ending, seed):
-    """A piece of zeros in the middle, or an end that is missing: no reader may lose its place for that."""
+    """Zeros in the middle or a missing end must not make any reader lose its place."""
     random = np.random.default_rng(seed)
     data = bytearray(encode(tmp_path / f"whole.{ending}", noise(30, 64, 48), movflags="faststart").read_bytes())
     if seed % 3 == 0:
@@ -153,7 +153,7 @@ def test_damaged_files_are_the_same_frames_or_an_error(tmp_path, reader, ending,
         assert isinstance(found, str) == isinstance(as_pyav, str), (found, as_pyav)
         return
     assert found[1] == as_pyav[1]
-    # What is missing each decoder conceals in its own way; a frame that is whole must be the right one.
+    # Decoders conceal missing data in different ways, but an intact frame must be the right one.
     for ours, theirs, right in zip(found[0], as_pyav[0], whole, strict=True):
         assert np.array_equal(ours, right) or not np.array_equal(theirs, right)
 

@@ -1,4 +1,4 @@
-"""Cached latents of clips and captions: written, read back, resumed, refused."""
+"""Cached latents of clips and captions are written, read back, resumed or refused."""
 
 import hashlib
 import json
@@ -40,13 +40,13 @@ class Tokens(NamedTuple):
 
 
 class Letters:
-    """A text encoder: a begin token of ones, then one token a letter; the pooled vector counts them."""
+    """A text encoder with a begin token of ones, then one token a letter. The pooled vector counts the tokens."""
 
     name, width, max_tokens, calls = "letters", 3, 12, 0
 
     def encode(self, captions):
         self.calls += 1
-        tokens = torch.full((len(captions), self.max_tokens, self.width), 7.0)  # what padding holds must not matter
+        tokens = torch.full((len(captions), self.max_tokens, self.width), 7.0)  # padding must not matter
         mask = torch.zeros(len(captions), self.max_tokens, dtype=torch.bool)
         for i, caption in enumerate(captions):
             codes = [1, *(ord(letter) for letter in caption)][: self.max_tokens]
@@ -74,7 +74,7 @@ def codec(vae):
 
 @pytest.fixture(scope="module")
 def csv(tmp_path_factory):
-    """Clips of noise, one of them broken and one too short, among pictures; captions of all lengths."""
+    """Write clips of noise, one broken and one too short, and pictures, with captions of all lengths."""
     folder = tmp_path_factory.mktemp("media")
     random = np.random.default_rng(0)
     lines = []
