@@ -1,4 +1,4 @@
-"""Our network of Stable Diffusion's autoencoder against diffusers', bit for bit, and what of a folder it takes."""
+"""Our network of Stable Diffusion's autoencoder equals diffusers' bit for bit and reads its folders."""
 
 import json
 import os
@@ -29,7 +29,7 @@ VARIANTS = {
 
 
 def ours(reference) -> AutoencoderKL:
-    """Our network with the weights of diffusers'."""
+    """Return our network with the weights of diffusers'."""
     vae = AutoencoderKL(dict(reference.config))
     vae.load_state_dict(reference.state_dict())
     return vae
@@ -40,7 +40,7 @@ def test_it_is_diffusers_bit_for_bit(options):
     reference = small_vae(**options)
     assert describes(reference.config)
     with torch.no_grad():
-        for parameter in reference.parameters():  # norms and biases, too, which begin as ones and zeros
+        for parameter in reference.parameters():  # including norms and biases, which begin as ones and zeros
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
         vae = ours(reference)
         pixels = torch.rand(3, 3, 24, 40, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
 
 
 def copy_of(folder, path, change_config=None, change_weights=None):
-    """A copy of a VAE's folder, changed."""
+    """Write a copy of a VAE's folder with changes."""
     config = json.loads((folder / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | (change_config or {})))
     weights = load_file(folder / f"{STEM}.safetensors")
@@ -125,7 +125,7 @@ def test_other_kinds_of_blocks_are_diffusers_own(tmp_path):
 
 
 def test_a_compiled_decoder_is_given_batches_of_one_size(folder, monkeypatch):
-    """Smaller ones are filled up, so that a last batch, or a last tile, is not compiled again."""
+    """Smaller batches are padded, so that a last batch or tile is not compiled again."""
     seen, options = [], []
 
     def compiles(function, **given):
@@ -149,7 +149,7 @@ def test_large_pictures_are_encoded_in_tiles(folder, monkeypatch):
     moments, expected = tiled.moments(pixels), whole.moments(pixels)
     assert moments.shape == expected.shape == (2, 8, 13, 16) and set(seen) == {(32, 32)}
     corner = whole.moments(pixels[..., :32, :32])
-    torch.testing.assert_close(moments[..., :5, :6], corner[..., :5, :6])  # where no other tile lies
+    torch.testing.assert_close(moments[..., :5, :6], corner[..., :5, :6])  # where no other tile overlaps
     corner = whole.moments(pixels[..., -32:, -32:])
     torch.testing.assert_close(moments[..., -5:, -2:], corner[..., -5:, -2:])
     corner = whole.moments(pixels[..., :32, :32])

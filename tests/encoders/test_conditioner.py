@@ -1,4 +1,4 @@
-"""Conditions from batches and words, and the null condition of guidance."""
+"""Conditions from batches and captions, and the null condition of guidance."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def test_bytes_are_ids_and_dropped_to_the_empty_caption():
 
 
 class FakeEncoder:
-    """Counts its calls; a caption's tokens are its characters' codes."""
+    """Counts its calls. The tokens of a caption are the codes of its characters."""
 
     calls = 0
 

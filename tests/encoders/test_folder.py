@@ -1,4 +1,5 @@
-"""Folders of text encoders and VAEs from strangers: nothing in them is run, asked about, merged in or believed."""
+"""Untrusted folders of text encoders and VAEs: no code in them is run, no adapter is merged, and no false value is
+used."""
 
 import json
 import pickle
@@ -128,7 +129,7 @@ def test_a_configuration_that_lies_is_refused_before_a_model_is_made(name, value
     with pytest.raises(ValueError, match=reason):
         load(folder)
     assert refusal(folder) and time.monotonic() - started < 20
-    if " weights, " not in reason and "can't" not in reason:  # told by the configuration alone, too
+    if " weights, " not in reason and "can't" not in reason:  # the configuration alone is enough
         with pytest.raises(ValueError, match=reason):
             (codec_geometry if name == "vae" else lambda path, _: text_geometry(path))(str(folder), 3)
 
@@ -147,7 +148,7 @@ def test_pickled_weights_are_not_read(name, copy, monkeypatch):
     monkeypatch.chdir(folder)
     stem = WEIGHTS[name].removesuffix(".safetensors").replace("model", "model" if name == "vae" else "pytorch_model")
     torch.save(load_file(folder / WEIGHTS[name]), folder / f"{stem}.bin")
-    load(folder)  # beside safetensors they are of no interest
+    load(folder)  # ignored beside safetensors
     (folder / WEIGHTS[name]).unlink()
     (folder / f"{stem}.bin").write_bytes(pickle.dumps(Evil()))
     assert f"only {stem}.bin, and pickled weights are not read" in refusal(folder)
@@ -239,8 +240,8 @@ def test_the_hub_is_asked_for_a_commit_only(hub, names, monkeypatch):
 
 
 def test_a_library_that_replaces_its_module_is_imported_by_two_threads(tmp_path, monkeypatch):
-    """Import lazily, like diffusers and transformers: an import statement in the second thread would return the first
-    module."""
+    """diffusers and transformers replace their modules while being imported. An import statement in a second thread
+    would return the module that is being replaced."""
     code = "import sys, time, types\ntime.sleep(0.5)\nsys.modules[__name__] = types.SimpleNamespace(it='is there')\n"
     (tmp_path / "replaces_its_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

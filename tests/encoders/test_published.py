@@ -1,4 +1,4 @@
-"""Text encoders and autoencoders of published pipelines against diffusers' own pipelines, on tiny folders."""
+"""Text encoders and autoencoders of published pipelines match diffusers' own pipelines, on tiny folders."""
 
 import json
 import logging
@@ -38,13 +38,13 @@ NAMES = pytest.mark.parametrize("name", list(FAMILIES))
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Name -> the folder of the whole pipeline."""
+    """Write all pipelines and return name -> folder."""
     return {name: write_pipeline(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")
 def pipelines(folders):
-    """Name -> the whole pipeline, as diffusers loads it."""
+    """Return name -> pipeline, as diffusers loads it."""
     return {name: open_pipeline(folder, name) for name, folder in folders.items()}
 
 
@@ -55,7 +55,7 @@ def encoders(folders):
 
 @torch.no_grad()
 def expected(pipeline, captions, tokens=512):
-    """Return what diffusers' pipeline encodes captions to: tokens (a tensor or a list), pooled or None."""
+    """Return the captions' tokens (a tensor or a list) and pooled vectors, or None, from diffusers' pipeline."""
     kind = type(pipeline).__name__
     if kind == "FluxPipeline":
         return pipeline.encode_prompt(list(captions), None, max_sequence_length=tokens)[:2]
@@ -112,7 +112,7 @@ def test_counts_are_those_of_the_mask(name, encoders, pipelines):
     encoder = encoders[name]
     counts = encoder.count_tokens(CAPTIONS)
     assert counts[2] > 512 and encoder.count_tokens([]) == []
-    if name.startswith("flux"):  # whose mask tells nothing
+    if name.startswith("flux"):  # their mask includes padding
         found = attended(name, pipelines[name])
     elif name == "sd3":
         of_t5 = dict(padding="max_length", max_length=256, truncation=True)
@@ -125,7 +125,7 @@ def test_counts_are_those_of_the_mask(name, encoders, pipelines):
 
 
 def test_lumina2_leads_away_from_bare_prompts(encoders, pipelines):
-    """Without the instruction that comes before the others, the empty one included."""
+    """Lumina 2's negative prompts, even the empty one, lack the instruction that comes before other prompts."""
     got = encoders["lumina2"].encode(CAPTIONS, away=True)
     with torch.no_grad():
         *_, want, mask = pipelines["lumina2"].encode_prompt(["a"] * len(CAPTIONS), negative_prompt=list(CAPTIONS))
@@ -136,7 +136,7 @@ def test_lumina2_leads_away_from_bare_prompts(encoders, pipelines):
 
 
 def attended(name, pipeline):
-    """Return how many tokens of CAPTIONS are no padding, as the pipelines of FLUX count them."""
+    """Return how many tokens of CAPTIONS are not padding, counted as in the pipelines of FLUX."""
     how = {"padding": "max_length", "max_length": 512, "truncation": True}
     if name == "flux":
         ids = pipeline.tokenizer_2(CAPTIONS, **how).input_ids
@@ -180,7 +180,7 @@ def test_other_lengths_are_not_chosen(encoders):
 
 @NAMES
 def test_weights_in_bf16_are_diffusers(name, folders, encoders):
-    """On a GPU weights are loaded in bf16, those included that transformers keeps in fp32 beside fp16."""
+    """On a GPU weights are loaded in bf16, even those that transformers keeps in fp32 beside fp16."""
     reference = open_pipeline(folders[name], name, dtype=torch.bfloat16)
     for component, (_, class_name) in COMPONENTS[name].items():
         if component.startswith("text_encoder"):
@@ -207,7 +207,7 @@ def test_a_language_model_with_its_head(copy, encoders):
 
 @NAMES
 def test_the_folders_are_as_the_family_says(name, folders):
-    """The table of the tests is that of the published folders, and was not derived from the family's."""
+    """The tests' table was written from the published folders, not from the family's table."""
     family = FAMILIES[name]
     assert family.components == COMPONENTS[name]
     assert (family.pipelines[0], family.network) == (PIPELINES[name], TRANSFORMERS[name][0])
@@ -290,7 +290,7 @@ def same(x):
     return x
 
 
-# How pictures are given to an autoencoder, and latents of ours as its own; both the other way.
+# Functions between our tensors and those of diffusers' autoencoder: pixels to and from it, latents to and from it.
 FORMS = {
     **dict.fromkeys(
         ("qwen_image", "cosmos2"),
@@ -311,7 +311,7 @@ LATENTS = {
     "ltx": (4, 2, 4, 6),
     "flux2": (16, 4, 3),
     "flux2_klein": (16, 4, 3),
-}  # of pictures of 64 x 48 or clips
+}  # latents of 64 x 48 pictures, or of clips
 
 
 @NAMES
@@ -402,7 +402,7 @@ def test_classes_under_their_other_names(copy, name, changes):
 
 @NAMES
 def test_folders_that_diffusers_has_saved(name, pipelines, encoders, tmp_path):
-    """transformers 5 writes other names of tokenizers' classes than the published folders have."""
+    """transformers 5 writes other class names of tokenizers than the published folders have."""
     pipelines[name].save_pretrained(tmp_path)
     encoder = load_published_text(tmp_path, FAMILIES[name], device="cpu")
     assert encoder.fingerprint() == encoders[name].fingerprint()

@@ -1,4 +1,4 @@
-"""Frozen text encoders against transformers' own models, and what the user is told when there is none."""
+"""Frozen text encoders match transformers' own models, and a missing encoder causes a helpful error."""
 
 import json
 import time
@@ -18,7 +18,7 @@ CAPTIONS = ["", "a seven moving left", "zwei fünf", "a seven " * 20]
 
 
 def save_clip(path, **options):
-    """A tiny CLIP text model with a byte-level BPE of single letters and a few merges."""
+    """Write and return a tiny CLIP text model with a byte-level BPE of single letters and a few merges."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     letters = [bytes([b]).decode("latin-1") for b in range(33, 256) if b not in range(127, 161) and b != 173]
@@ -45,7 +45,7 @@ def save_clip(path, **options):
 
 
 def save_t5(path):
-    """A tiny T5 encoder with a Unigram tokenizer of letters and one word."""
+    """Write and return a tiny T5 encoder with a Unigram tokenizer of letters and one word."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -77,7 +77,7 @@ def t5(tmp_path_factory):
 
 @torch.no_grad()
 def one_by_one(encoder, model, caption):
-    """The caption alone, without padding, through transformers."""
+    """Encode one caption without padding through transformers."""
     from transformers import AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(encoder.name)(
@@ -117,7 +117,7 @@ def test_t5_is_transformers(t5):
 
 
 def test_the_text_model_of_a_whole_clip(tmp_path, clip):
-    """openai/clip-vit-base-patch32 holds the vision model, too; only the text model is taken, with its weights."""
+    """openai/clip-vit-base-patch32 also holds a vision model. Only the text model is loaded, with its weights."""
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
     save_clip(tmp_path)  # the tokenizer
@@ -256,7 +256,7 @@ def test_the_cache_serves_without_the_hub(monkeypatch, tmp_path, clip):
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(clip[0])
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)  # what is there by now is of no interest
+    (repository / "refs" / "main").write_text("0" * 40)  # a newer commit does not matter
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(folder_module, "probe_hub", lambda endpoint: pytest.fail("asked the hub"))
     name = f"openai/clip-vit-base-patch16@{commit}"

@@ -1,4 +1,4 @@
-"""Text encoders in fewer bits (--text_precision), against the encoders with the dequantised weights."""
+"""Text encoders in fewer bits (--text_precision) match encoders with the dequantised weights."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_encoders_of_a_folder_of_transformers(name, kind, request):
 
 
 def large_t5(folder):
-    """Write a T5 of 8 M weights, of which the tables of embeddings are few."""
+    """Write a T5 with 8 M weights, only a few of them in embedding tables."""
     torch.manual_seed(0)
     config = T5Config(vocab_size=64, d_model=256, d_kv=32, d_ff=512, num_layers=12, num_heads=8)
     model = T5EncoderModel(config)
@@ -77,4 +77,4 @@ def test_loading_holds_one_tensor_beside_the_stored_ones(kind, tmp_path):
     load()  # imports and caches
     kept = kept_bytes(load)
     assert kept < (0.6 if kind != "nf4" else 0.35) * whole
-    assert peak_bytes(load) < kept + 32 * largest + 300_000 < 0.95 * whole  # nf4 has numbers of 4 bytes on the way
+    assert peak_bytes(load) < kept + 32 * largest + 300_000 < 0.95 * whole  # nf4 makes temporary 4-byte numbers

@@ -1,4 +1,4 @@
-"""Tiles: they cover the latents, all of one size, and what is joined of them is a mean with weights from a formula."""
+"""Tiles of equal size cover the latents, and joining them is a weighted mean with weights from a formula."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_what_is_cut_and_joined_is_what_it_was(height, width, size, other, overl
 
 
 def expected(tiles: Tiles, decoded: np.ndarray, scale: int) -> np.ndarray:
-    """One sample, pixel by pixel in float64."""
+    """Join the tiles of one sample, pixel by pixel in float64."""
     (rows, columns), (height, width) = tiles.starts, (side * scale for side in tiles.sides)
     places = [(y * scale, x * scale) for y in rows for x in columns]
 

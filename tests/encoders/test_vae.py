@@ -1,4 +1,4 @@
-"""Codecs against diffusers' own encode and decode, and what the user is told when there is no VAE."""
+"""Codecs match diffusers' encode and decode, and a missing VAE causes a helpful error."""
 
 import json
 import time
@@ -93,12 +93,12 @@ def test_large_pictures_are_decoded_in_tiles(folder, monkeypatch):
     latents = torch.randn(2, 4, 13, 16, generator=torch.Generator().manual_seed(3))
     tiled, expected = codec.decode(latents), whole.decode(latents)
     assert tiled.shape == expected.shape == (2, 3, 52, 64)
-    assert {tuple(shape[2:]) for shape in seen} == {(8, 8)}  # at 0 and 5, at 0, 6 and 8, where overlaps are 2 or more
+    assert {tuple(shape[2:]) for shape in seen} == {(8, 8)}  # tiles at 0 and 5, and at 0, 6 and 8, overlap by 2 or more
     reference = small_vae(scaling_factor=0.3, shift_factor=0.25)
     with torch.no_grad():
         corner = reference.decode(latents[:, :, :8, :8] / 0.3 + 0.25).sample.clamp(-1, 1)
-    torch.testing.assert_close(tiled[..., :20, :24], corner[..., :20, :24])  # where no other tile lies
-    assert 1e-3 < (tiled - expected).abs().mean() < 0.5 * expected.abs().mean()  # the normalisation sees a tile only
+    torch.testing.assert_close(tiled[..., :20, :24], corner[..., :20, :24])  # where no other tile overlaps
+    assert 1e-3 < (tiled - expected).abs().mean() < 0.5 * expected.abs().mean()  # normalisation sees only one tile
     small = latents[..., :8, :8]
     assert torch.equal(codec.decode(small), whole.decode(small))  # one tile is the whole picture
 
@@ -202,7 +202,7 @@ def test_the_cache_serves_without_the_hub(monkeypatch, tmp_path, folder):
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(folder)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)  # what is there by now is of no interest
+    (repository / "refs" / "main").write_text("0" * 40)  # a newer commit does not matter
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(folder_module, "probe_hub", lambda endpoint: pytest.fail("asked the hub"))
     codec = load_codec("ema", channels=3, device="cpu")

@@ -1,4 +1,4 @@
-"""Video codecs against diffusers' own encode and decode, for every frame count that they take."""
+"""Video codecs match diffusers' encode and decode for every frame count that they take."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ MAKERS = {"cogvideox": lambda: small_cogvideox(scaling_factor=0.7), "wan": small
 
 @pytest.fixture(scope="module", params=list(MAKERS))
 def video(request, tmp_path_factory):
-    """(folder, the VAE itself, latent -> normalised, normalised -> latent)."""
+    """Return (folder, the VAE itself, latent -> normalised, normalised -> latent)."""
     path = tmp_path_factory.mktemp(request.param)
     MAKERS[request.param]().save_pretrained(path)
     mean, std = (torch.tensor(values).view(1, 4, 1, 1, 1) for values in (MEAN, STD))
@@ -76,7 +76,7 @@ def test_encode_and_decode_are_diffusers(video, frames):
         expected = reference.decode(restore(latents)).sample.clamp(-1, 1)
     decoded = codec.decode(latents)
     assert decoded.shape == (2, 3, frames, 16, 24) and decoded.dtype == torch.float32
-    # CogVideoX makes three frames too many, at the beginning, of an even number of latent frames.
+    # For an even number of latent frames, CogVideoX makes three frames too many at the beginning.
     torch.testing.assert_close(decoded, expected[:, :, -frames:], rtol=1e-4, atol=1e-5)
     assert expected.shape[2] - frames in (0, 3) and decoded.std() > 0.01
 
@@ -143,17 +143,17 @@ def test_large_frames_go_in_tiles(video, monkeypatch):
     assert tiled.shape == whole.shape and small.shape == decoded.shape and not torch.equal(small, decoded)
     count = codec.tiles(whole).count
     assert used[1:] == [("tiled_encode", 48, 80)] + [("decode", side, side)] * count and count >= 6
-    codec.moments(clip(1, 16, 16))  # and small ones whole again
+    codec.moments(clip(1, 16, 16))  # small frames are not cut
     assert len(used) == 2 + count
     monkeypatch.undo()
     asked = load_video_codec(folder, channels=3, device="cpu", tiling=True)
     asked.tile = 32
-    torch.testing.assert_close(asked.decode(whole[:, :4]), small)  # of any size above a tile, if asked to
+    torch.testing.assert_close(asked.decode(whole[:, :4]), small)  # tiling=True cuts all frames larger than a tile
 
 
 @pytest.mark.parametrize("count", [4, 9])
 def test_long_clips_are_decoded_a_few_frames_at_a_time(video, count, monkeypatch):
-    """So memory does not grow with a clip; and what is decoded does not depend on what follows: it is causal."""
+    """Memory does not grow with a clip. Decoding is causal, so frames do not depend on those that follow."""
     codec = load_video_codec(video[0], channels=3, device="cpu")
     seen, decoder = [], codec.vae.decoder.forward
     monkeypatch.setattr(codec.vae.decoder, "forward", lambda z, *a, **k: seen.append(z.shape[2]) or decoder(z, *a, **k))
@@ -170,12 +170,12 @@ def test_only_decoders_of_pictures_are_compiled(video):
 
 
 def test_tiles_that_do_not_fit_are_told():
-    """diffusers' tiles of CogVideoX's encoder give another size unless overlaps are whole latents."""
+    """diffusers' tiles for CogVideoX's encoder change the size unless overlaps are whole latents."""
     codec = VideoVAECodec(small_cogvideox(sample_height=32, sample_width=32), name="cog", tiling=True)
     with pytest.raises(ValueError, match="--vae cog: its tiles do not fit frames of 32 x 32"):
         codec.moments(clip(5, 32, 32, batch=1))
     codec.tile = 16
-    assert codec.decode(torch.randn(1, 4, 2, 8, 8)).shape[-2:] == (32, 32)  # ours fit always
+    assert codec.decode(torch.randn(1, 4, 2, 8, 8)).shape[-2:] == (32, 32)  # our tiles always fit
 
 
 def test_wans_own_patches_count_as_downscale():

@@ -1,4 +1,4 @@
-"""Features of the built-in digits and moving digits: against scikit-learn, scipy and loops; what they tell apart."""
+"""Features of digits and moving digits match scikit-learn, scipy and loops, and detect copies and wrong samples."""
 
 from pathlib import Path
 
@@ -36,13 +36,13 @@ def here(tmp_path, monkeypatch):
 
 
 def evaluate(**flags) -> dict[str, object]:
-    """metric -> Measurement."""
+    """Return metric -> Measurement."""
     flags = dict(features="digits", output="out", intervals=False) | flags
     return {row.metric: row for row in opendit.evaluate(opendit.EvaluateConfig(**flags))}
 
 
 def pixels_of(images: torch.Tensor) -> np.ndarray:
-    """Digits (N, 1, 8, 8) in -1..1 -> uint8 (N, 8, 8, 3)."""
+    """Convert digits (N, 1, 8, 8) in -1..1 to uint8 (N, 8, 8, 3)."""
     grey = ((images[:, 0].numpy() + 1) * 127.5).round().astype(np.uint8)
     return np.repeat(grey[..., None], 3, axis=-1)
 
@@ -81,7 +81,7 @@ def test_threads_change_roundings_alone():
 
 
 def test_held_out_training_and_wrong_digits():
-    """Held-out digits are themselves, training ones are copies, and neither labels nor pictures may be exchanged."""
+    """Held-out digits score as real ones, training digits are copies, and exchanged labels or noise score badly."""
     save("held_out.npz", "test")
     found = evaluate(samples="held_out.npz", save_features="held_out_features")
     assert found["frechet_distance"].value == pytest.approx(0, abs=1e-6)
@@ -96,7 +96,7 @@ def test_held_out_training_and_wrong_digits():
     ca, cb = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
     expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(ca + cb - 2 * scipy.linalg.sqrtm(ca @ cb).real)
     assert found["frechet_distance"].value == pytest.approx(expected, rel=1e-5)
-    # Other 200 training digits are as far from the held-out ones: the floor.
+    # of_real is the distance of 200 other training digits from the held-out ones.
     assert 0.5 < found["frechet_distance"].value / found["frechet_distance"].of_real < 2
 
     images, labels = digits_split("test")

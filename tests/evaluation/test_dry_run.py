@@ -1,4 +1,4 @@
-"""``opendit evaluate --dry_run``: what a few batches say of all samples, and that nothing of them stays."""
+"""``opendit evaluate --dry_run`` estimates the time of all samples from a few batches and keeps none of them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ class TwoFeatures(Extractor):
 
 
 def timed(count: int, asked: list) -> Samples:
-    """Samples of which drawing one takes 0.4 s, and its features 0.1 s more; a first batch ten times as long."""
+    """Return samples that take 0.4 s to draw and 0.1 s more for features, and ten times as long in the first batch."""
 
     def extract(extractor, first, output):
         asked.append((type(extractor), first, output.name))
@@ -86,7 +86,7 @@ def test_nothing_of_it_stays(here, capsys):
     assert {path.name for path in Path("out").rglob("*.jsonl")} == set()
     kept = [path for path in Path("out/features").iterdir()]
     assert len(kept) == 1, "the features of the reference alone"
-    found = opendit.evaluate(EvaluateConfig(**RUN, num_samples=37, output="out"))  # and the evaluation goes on from it
+    found = opendit.evaluate(EvaluateConfig(**RUN, num_samples=37, output="out"))  # a real evaluation can follow
     assert {row.count for row in found} == {37}
 
 

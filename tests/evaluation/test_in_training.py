@@ -1,5 +1,5 @@
-"""Figures of samples that a run draws of itself: those that ``opendit evaluate`` finds for its checkpoint, on one rank
-and on several, and training as it is without them."""
+"""Metrics of samples drawn during training equal those of ``opendit evaluate`` for the checkpoint, on one rank and on
+several, and training does not change."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks, several_programs
 from tests.training.test_train import TINY, log_of
 from tests.training.test_validation import same_bits
 
-# (A large rate for a model that does not stay noise; --ema_decay 0.5 so that averages differ from the weights.)
+# The large rate makes the model draw more than noise, and --ema_decay 0.5 makes the averages differ from the weights.
 UNSAVED = [*TINY, *"--lr 3e-3 --ema_decay 0.5 --batch_size 4 --sample_every 0 --max_steps 4".split()]
 FLAGS = [*UNSAVED, "--ckpt_every", "2"]
 COUNT, STEPS = 41, 3
@@ -40,7 +40,7 @@ def figures(run: Path, step: int) -> dict[str, float]:
 
 
 def near(found: dict[str, float], expected: dict[str, float]) -> bool:
-    """Shares of 41 samples may differ by one sample, where rounding moved it over a border."""
+    """Compare metrics. Shares of 41 samples may differ by one sample, which rounding can move over a border."""
     return found.keys() == expected.keys() and all(
         abs(found[key] - value) <= (1.01 / COUNT if value <= 1 else 1e-4 * abs(value))
         for key, value in expected.items()
@@ -114,7 +114,7 @@ def test_more_is_better_for_some():
 
 
 def one_more_step(folder: Path, *flags: str) -> None:
-    """Goes on from a run's step 4, with weights that stay as they are, and evaluates."""
+    """Resume a run at step 4 with weights that do not change, and evaluate."""
     checkpoint = folder / "checkpoints" / "step_0000004"
     start = [*UNSAVED, *EVALUATED, "--max_steps", "5", "--load", str(checkpoint), "--lr", "1e-30", "--no_save"]
     train.main([*start, *flags])
@@ -141,7 +141,7 @@ def test_ranks_find_the_figures_of_one(run, tmp_path, no_ranks):
 
 
 def test_clips_and_captions(tmp_path, no_ranks):
-    """Every digit in every direction is asked for, whatever the captions of the data are."""
+    """Samples of every digit and direction are drawn, whatever captions the data has."""
     data = tmp_path / "data"
     preprocess.main(["demo", "--output", str(data), "--clips", "4", "--size", "16"])
     flags = "--model vDiT-Ti/122 --use_video --num_frames 4 --image_size 16 --vae none --text_encoder bytes".split()

@@ -1,4 +1,4 @@
-"""Samples in files: what is read, and what is refused before anything is computed."""
+"""Samples in files: what is read, and what is refused before any computation."""
 
 import json
 import zipfile

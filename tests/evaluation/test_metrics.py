@@ -1,4 +1,4 @@
-"""The metrics of features against closed forms, scipy's matrix root and formulas written out in numpy."""
+"""Metrics of features against closed forms, scipy's matrix root and formulas in numpy."""
 
 from functools import reduce
 
@@ -22,7 +22,7 @@ from opendit.evaluation.metrics import (
 
 
 def features(count: int, width: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
-    """Correlated, of unequal scales."""
+    """Return correlated features of unequal scales."""
     rng = np.random.default_rng(seed)
     mixing = rng.normal(size=(width, width)) * np.logspace(-2, 1, width)
     return torch.from_numpy(rng.normal(size=(count, width)) @ mixing + mean)
@@ -37,7 +37,8 @@ def gaussian(x: torch.Tensor) -> Gaussian:
 
 @pytest.mark.parametrize("width", [1, 3, 64])
 def test_distance_of_known_moments(width):
-    """Covariances with common eigenvectors have a closed form: the distance of means and of roots of eigenvalues."""
+    """For covariances with common eigenvectors, the distance follows from the means and the roots of the
+    eigenvalues."""
     rng = np.random.default_rng(width)
     basis, _ = np.linalg.qr(rng.normal(size=(width, width)))
     first, second = (np.exp(rng.normal(size=width) * 3) for _ in range(2))
@@ -61,9 +62,9 @@ def test_distance_as_scipy_s_matrix_root_has_it(n, m, width):
 
 
 def test_distance_of_singular_covariances():
-    """Fewer samples than numbers: against the exact root in the samples' own subspaces."""
+    """With fewer samples than features, compare with the exact root in the subspaces of the samples."""
     a, b = features(20, 100, 1), features(30, 100, 2)
-    # tr (Ca Cb)^(1/2) is the nuclear norm of the centred data's product, whatever the rank.
+    # tr (Ca Cb)^(1/2) is the nuclear norm of the centred data's product, for any rank.
     x, y = ((f - f.mean(0)) / (len(f) - 1) ** 0.5 for f in (a, b))
     expected = (a.mean(0) - b.mean(0)).square().sum() + x.square().sum() + y.square().sum()
     expected -= 2 * torch.linalg.svdvals(x @ y.T).sum()
@@ -88,7 +89,7 @@ def test_what_has_no_distance():
 
 
 def test_the_error_is_that_of_other_draws():
-    """Against the spread of the distance over sets that were really drawn anew."""
+    """Compare with the spread of the distance over independently drawn sets."""
     reference = gaussian(features(20_000, 8, 100))
     rng = torch.Generator().manual_seed(1)
     pool = features(200_000, 8, 100) * 1.1
@@ -99,7 +100,7 @@ def test_the_error_is_that_of_other_draws():
 
 
 def test_the_error_is_the_jackknife_s():
-    """By leaving out every group in turn, of the same drawn groups, with the distance itself."""
+    """Leave out each of the same groups in turn, and compute the distance itself."""
     x, reference = features(203, 6, 1), gaussian(features(400, 6, 2))
     order = torch.randperm(203, generator=torch.Generator().manual_seed(0))
     left = [torch.cat([g for j, g in enumerate(order.chunk(7)) if j != i]) for i in range(7)]
@@ -116,7 +117,7 @@ def test_moments_in_batches_are_those_of_one_pass():
 
 
 def test_frames_of_a_clip_are_no_more_samples():
-    """Copies of every sample as its frames leave the distance and its error as they are, nearly."""
+    """Repeating every sample as the frames of a clip changes the error of the distance very little."""
     x, reference = features(400, 5, 1), gaussian(features(400, 5, 2))
     frames = x[:, None].expand(-1, 7, -1)
     assert jackknife_error(frames, reference) == pytest.approx(jackknife_error(x, reference), rel=0.02)
@@ -138,7 +139,7 @@ def test_inception_score_is_adm_s():
     value, spread = inception_score(logits, split=500)
     assert value == pytest.approx(np.mean(scores), rel=1e-12) and spread == pytest.approx(np.std(scores), rel=1e-10)
     assert inception_score(logits)[1] is None
-    sure = torch.eye(5).repeat(3, 1) * 1e4  # every class as often, without a doubt
+    sure = torch.eye(5).repeat(3, 1) * 1e4  # certain predictions with every class equally often
     assert inception_score(sure)[0] == pytest.approx(5)
 
 
@@ -165,7 +166,7 @@ def test_kernel_distance_is_the_mean_over_pairs():
 
 
 def test_the_spread_of_the_kernel_distance_is_that_of_its_subsets():
-    """Two subsets: half their distance, which is the uncorrected deviation from their mean."""
+    """With two subsets, the spread is half their distance, which is the uncorrected deviation from their mean."""
     x, y = features(23, 6, 1), features(23, 6, 2)
     first, alone = kernel_distance(x, y, subsets=1, size=7)
     value, spread = kernel_distance(x, y, subsets=2, size=7)
@@ -211,15 +212,15 @@ def test_precision_and_recall_by_brute_force(k, monkeypatch):
 
 def test_the_surface_of_a_ball_belongs_to_it():
     """The definition (Kynkaanniemi et al. 2019) says "at most as far as the k-th neighbour". All numbers are exact."""
-    reference = torch.tensor([[-3.0], [-1.0], [1.0], [3.0]], dtype=torch.float64)  # balls of a radius of 2
-    samples = torch.tensor([[5.0], [5.25], [-5.0], [-5.25]], dtype=torch.float64)  # of 0.25
+    reference = torch.tensor([[-3.0], [-1.0], [1.0], [3.0]], dtype=torch.float64)  # balls with radius 2
+    samples = torch.tensor([[5.0], [5.25], [-5.0], [-5.25]], dtype=torch.float64)  # balls with radius 0.25
     assert precision_recall(samples, reference, 1) == (0.5, 0)
-    copies = reference[[0, 0, 3, 3]]  # balls of no size, around what is in the reference
+    copies = reference[[0, 0, 3, 3]]  # balls with radius 0 around points of the reference
     assert precision_recall(copies, reference, 1) == (1, 0.5)
 
 
 def test_precision_without_recall():
-    """Samples of one mode of two, and the other way round."""
+    """The samples have one of two modes, or the reference has."""
     rng = np.random.default_rng(0)
     one, other = rng.normal(size=(2, 200, 2)) + np.array([[[0, 0]], [[50, 50]]])
     both = torch.from_numpy(np.concatenate([one, other]))

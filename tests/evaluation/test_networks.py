@@ -1,4 +1,4 @@
-"""Networks of features: FID's Inception against torch-fidelity's, TorchScript, transformers' folders, known files."""
+"""Feature networks: FID's Inception against torch-fidelity's, TorchScript, transformers' folders, and known files."""
 
 import hashlib
 import json
@@ -46,8 +46,8 @@ def inception(tmp_path_factory):
 
 
 def test_inception_is_torch_fidelity_s(inception):
-    """The numbers are those of torch-fidelity 0.4.0's FeatureExtractorInceptionV3 with these weights and pictures; of
-    the spatial ones, of its Mixed_6d.branch1x1, laid out in numpy: transpose(0, 2, 3, 1)[..., :7]."""
+    """The numbers come from torch-fidelity 0.4.0's FeatureExtractorInceptionV3 with these weights and pictures. The
+    spatial ones come from its Mixed_6d.branch1x1, laid out in numpy: transpose(0, 2, 3, 1)[..., :7]."""
     network = load_network(inception[0], CPU)
     found = network(picture(40, 56))
     assert {name: tuple(f.shape) for name, f in found.items()} == {
@@ -65,7 +65,7 @@ def test_inception_is_torch_fidelity_s(inception):
 
 def test_tensorflow_s_filter_is_torch_fidelity_s():
     x = picture(40, 56).permute(0, 3, 1, 2).float()
-    expected = [  # of interpolate_bilinear_2d_like_tensorflow1x
+    expected = [  # from interpolate_bilinear_2d_like_tensorflow1x
         [127.0000, 239.4247, 231.4381, 110.4515],
         [178.3914, 152.5357, 97.2495, 75.9877],
         [152.9228, 78.0735, 61.5696, 123.3994],
@@ -85,7 +85,7 @@ def test_clean_fid_s_filter_is_pillow_s(size):
     for colour in range(3):  # clean-fid resizes each colour as a picture of floating-point numbers
         image = Image.fromarray(x[0, :, :, colour].numpy().astype(np.float32))
         expected = np.asarray(image.resize((299, 299), Image.Resampling.BICUBIC)).clip(0, 255)
-        np.testing.assert_allclose(got[colour], expected, atol=1e-2)  # float32's rounding of places
+        np.testing.assert_allclose(got[colour], expected, atol=1e-2)  # float32 rounds the positions
 
 
 def test_filters_differ():
@@ -95,7 +95,7 @@ def test_filters_differ():
 
 
 class TensorFlowNames(torch.nn.Module):
-    """NVIDIA's layout of the network: its blocks in one sequence, named as TensorFlow names them."""
+    """The network in NVIDIA's layout, with its blocks in one sequence and TensorFlow's names."""
 
     def __init__(self, source: FIDInception):
         super().__init__()
@@ -181,7 +181,7 @@ def test_known_files_are_checked_by_name(tmp_path, monkeypatch):
     for name in ("i3d_torchscript.pt", "pt_inception-2015-12-05-6726825d.pth"):
         with pytest.raises(ValueError, match="SHA-256 .* the file of this name that figures rest on has"):
             load_network(pictures(tmp_path / name), CPU)
-    path = pictures(tmp_path / "inception-2015-12-05.pt")  # of which no SHA-256 has been published
+    path = pictures(tmp_path / "inception-2015-12-05.pt")  # no SHA-256 of it has been published
     assert not load_network(path, CPU).known
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     with pytest.raises(FileNotFoundError) as missing:

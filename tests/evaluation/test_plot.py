@@ -1,4 +1,4 @@
-"""Runs laid over each other: what is drawn of which lines, what is left out, and a PNG of all."""
+"""Plots of several runs: what is drawn from which lines, what is left out, and the PNG."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def log(folder: str, *lines: dict) -> Path:
 
 
 def drawn(*paths: Path, chosen=()) -> dict[str, dict[str, list]]:
-    """title -> name of the line -> points."""
+    """Return title -> name of the line -> points."""
     found, _ = panels([read_run(path) for path in paths], chosen)
     return {panel.title: {line.name: line.points for line in panel.lines} for panel in found}
 
@@ -56,7 +56,7 @@ def test_figures_over_training_steps_and_guidance():
         (50, 151.5, 8, 10),
     ]
     assert [x for x, *_ in found["fid over guidance"]["000-A, step 200, ddim 50"]] == [1.0, 1.5]
-    again = figures("a", replace(rows[0], value=1.0))  # evaluated again, with another answer: the last counts
+    again = figures("a", replace(rows[0], value=1.0))  # the later of two evaluations counts
     assert drawn(again)["fid over guidance"]["000-A, step 200, ddim 50"][1][1] == 1.0
 
 
@@ -103,7 +103,7 @@ def test_a_png_of_runs(capsys):
     assert command.main(["evaluate", "plot", "runs/000-A", "other/000-A", "--output", "new"]) == 0
     assert "new.png: 2 runs" in capsys.readouterr().out
     pixels = np.asarray(Image.open("new.png").convert("RGB")).reshape(-1, 3)
-    for colour in ((31, 119, 180), (255, 127, 14)):  # matplotlib's first two, of the two runs
+    for colour in ((31, 119, 180), (255, 127, 14)):  # matplotlib's first two colours, one per run
         assert (pixels == colour).all(axis=1).sum() > 50
     plot(["other/000-A/results.jsonl"], Path("one.png"), ["fid"])
     assert Image.open("one.png").size[0] < Image.open("new.png").size[0]

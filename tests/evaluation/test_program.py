@@ -1,4 +1,4 @@
-"""Whole evaluations of small runs and files: against features computed here, over ranks, interrupted, refused."""
+"""Evaluations of small runs and files: against features computed here, on several ranks, interrupted, and refused."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """The files of every test: a network of pictures, one of clips, a reference."""
+    """Write the files of every test: a network of pictures, one of clips, and a reference."""
     monkeypatch.chdir(tmp_path)
     pictures(tmp_path / "net.pt")
     clips(tmp_path / "i3d.pt")
@@ -41,7 +41,7 @@ def here(tmp_path, monkeypatch):
 
 
 def evaluate(**flags) -> dict[str, object]:
-    """metric -> Measurement."""
+    """Return metric -> Measurement."""
     flags = dict(features="net.pt", output="out") | flags
     return {row.metric: row for row in opendit.evaluate(EvaluateConfig(**flags))}
 
@@ -51,7 +51,7 @@ def features(pixels: np.ndarray, path: str = "net.pt", **options) -> dict[str, t
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """By scipy's matrix root."""
+    """Return the Fréchet distance by scipy's matrix root."""
     a, b = a.double().numpy(), b.double().numpy()
     ca, cb = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
     root = np.asarray(scipy.linalg.sqrtm(ca @ cb)).real
@@ -150,7 +150,7 @@ def test_what_was_interrupted_continues(monkeypatch, capsys, caplog):
             raise OSError("the disk is full")
         deliver(self, index, pixels)
 
-    evaluate(samples="reference.npz", reference="reference.npz", metrics=["kid"])  # the reference is there already
+    evaluate(samples="reference.npz", reference="reference.npz", metrics=["kid"])  # caches the reference's features
     with monkeypatch.context() as patch:
         patch.setattr(extract.Sink, "deliver", fail_later)
         with pytest.raises(OSError, match="the disk is full"):
@@ -185,7 +185,7 @@ def test_what_decides_the_features_makes_others(capsys, caplog):
     for change in ({}, dict(seed=1), dict(num_sampling_steps=3), dict(cfg_scale=1.0), dict(features="other.pt")):
         evaluate(**RUN | dict(metrics=["is"]) | change)
         assert "features of 37 samples in" in capsys.readouterr().out and "from an earlier start" not in caplog.text
-    evaluate(**RUN | dict(metrics=["is"], batch_size=5))  # which changes roundings alone
+    evaluate(**RUN | dict(metrics=["is"], batch_size=5))  # which changes only rounding
     assert "features of 37 of 37 samples are there" in caplog.text
 
 
@@ -213,7 +213,7 @@ def test_statistics_as_a_reference(capsys, caplog):
     assert "samples of the reference 90 against not known" in said
     with pytest.raises(ValueError, match="--metrics pr: --reference statistics.npz holds statistics alone"):
         evaluate(samples="reference.npz", reference="statistics.npz", metrics=["pr"])
-    # As ADM's: statistics of many samples, and some of them.
+    # ADM's files hold statistics of many samples, and some of these samples.
     np.savez("adm.npz", **{k: np.asarray(v) * 1.1 for k, v in moments.items()}, arr_0=noise(90, 8, 8, 3))
     found = evaluate(samples="reference.npz", num_samples=50, reference="adm.npz")
     assert found["precision"].value == with_samples["precision"].value
@@ -232,7 +232,7 @@ def test_saved_features_as_a_reference():
     assert evaluate(samples="reference.npz", save_features="kept", metrics=["is"])["is"].count == 90
     found = evaluate(**flags, reference="kept.npz")
     assert {n: r.value for n, r in found.items()} == pytest.approx({n: r.value for n, r in before.items()}, rel=1e-9)
-    with np.load("kept.npz") as kept:  # for others' tools
+    with np.load("kept.npz") as kept:  # for other tools
         assert np.allclose(kept["sigma"], np.cov(kept["features_pool"].astype(np.float64), rowvar=False))
         assert json.loads(str(kept["opendit_settings"]))["features precision"] == "fp32"
     pictures(Path("other.pt"), seed=1)

@@ -1,4 +1,4 @@
-"""Figures as lines and tables, and why two of them can't be compared."""
+"""Results as lines and tables, and the reasons why two of them can't be compared."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_what_is_sampled_may_differ_and_how_it_is_measured_may_not():
         (dict(metric="kid"), "metric fid against kid"),
     ):
         assert why_not_comparable(ONE, replace(ONE, **change)) == [said]
-    assert why_not_comparable(ONE, replace(ONE, labels=None, rounding=None)) == []  # somebody else's samples
+    assert why_not_comparable(ONE, replace(ONE, labels=None, rounding=None)) == []  # unknown for samples from elsewhere
 
 
 def test_a_table_says_what_can_not_be_compared():

@@ -1,4 +1,5 @@
-"""Sweeps over guidance and steps: each figure is that of an evaluation of its own; they go on; mistakes come early."""
+"""Sweeps over guidance and steps: figures equal those of single evaluations, sweeps resume, and mistakes are told
+early."""
 
 import csv
 import logging
@@ -37,7 +38,7 @@ def values(rows) -> dict[tuple, float]:
 
 
 def sweep_of_ranks(mesh, folder: Path, expected: dict[tuple, float]) -> None:
-    """Two ranks share the samples of each pair, and only one has the figures."""
+    """Two ranks share the samples of each pair, and only the main rank returns figures."""
     os.chdir(folder)
     found = values(evaluate(output="of ranks", num_sampling_steps=[2, 3], cfg_scale=[1.0, 1.5]))
     if not mesh.is_main:

@@ -1,4 +1,4 @@
-"""A public model's weights go back into a folder as it was published."""
+"""A public model's weights are exported into a folder like the published one."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_an_untouched_folder_goes_through_without_a_changed_bit(base, tmp_path, 
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt", "base": "small", "license": "apache-2.0"}
     assert os.listdir(output.parent) == ["tuned"]
-    # And once more, with what it says of its base.
+    # Exporting again keeps the name of the base.
     untouched(output, tmp_path / "again")
     with safe_open(next((tmp_path / "again" / "transformer").glob("*.safetensors")), "pt") as opened:
         assert opened.metadata()["base"] == "small"
@@ -90,7 +90,7 @@ def test_a_run_is_exported_by_the_command_in_the_published_dtype(base, tmp_path,
     for name, tensor in published.weights().items():
         assert after[name].dtype == torch.bfloat16 and torch.equal(after[name], 2 * tensor), name
     assert (tmp_path / "tuned" / "vae" / "model.safetensors").stat().st_nlink == 2
-    main(argv)  # in the place of the first
+    main(argv)  # replaces the first one
     assert "is there already and will be replaced" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == ["run", "small", "tuned"]
     for more, said in (

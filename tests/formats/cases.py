@@ -108,7 +108,7 @@ RUNS = {
 }
 TWO_CHECKPOINTS = ("dit", "evaluated")  # all other runs save only the second step
 RANKS = {"zero2": 2, "fsdp": 2, "tensor": 4, "experts": 2, "stages": 2}
-# Changes of flags to resume a run on one process: the same global batch, without flags that divide the model.
+# Flag changes to resume a run in one process, with the same global batch and without flags that divide the model.
 ALONE = {
     "zero2": {"--batch_size 4": "--batch_size 8"},
     "fsdp": {"--batch_size 2": "--batch_size 4"},
