@@ -1,5 +1,5 @@
-"""An example of a sampler, to be added to opendit/diffusion/samplers.py: the midpoint method, which uses the slope
-after half an Euler step."""
+"""An example sampler for opendit/diffusion/samplers.py: the midpoint method, which uses the slope after half an Euler
+step."""
 
 from opendit.diffusion.samplers import SAMPLERS, SlopeSampler, State
 

@@ -1,4 +1,4 @@
-"""Benchmarks run as the documentation says: ``python benchmarks/NAME.py``, from any folder."""
+"""Benchmarks find the project's packages when run as ``python benchmarks/NAME.py``."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ PROGRAMS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "__main__" in
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_finds_the_project_before_it_imports_of_it(name):
-    """To start each of them takes minutes, so their first statements are read."""
+    """Starting every benchmark would take minutes, so only the first statements are checked."""
     found = False
     for statement in ast.parse((BENCHMARKS / name).read_text()).body:
         found |= ast.unparse(statement) == "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"

@@ -1,4 +1,4 @@
-"""benchmarks/bench_approximations.py on a CPU, with models of random weights: its tables, its rows."""
+"""benchmarks/bench_approximations.py on a CPU with random weights: its table and its rows."""
 
 import csv
 
@@ -50,7 +50,7 @@ def test_every_setting_has_a_row(digits, clips, tmp_path, capsys):
 
 
 def test_real_digits_and_clips_are_judged_right(digits, clips):
-    """Held-out ones stand in for samples: all but a few are what they were asked for, and near the training ones."""
+    """Real held-out samples are recognised as their classes and are close to the training samples."""
     pixels, labels = digits_split("test")
     task = Digits(opendit.load(digits, device="cpu"), len(labels))
     task.labels = labels.numpy()

@@ -1,4 +1,4 @@
-"""benchmarks/bench_attention.py on a CPU: what it counts and writes, and that one kernel's failure ends nothing."""
+"""benchmarks/bench_attention.py on a CPU: its counts and rows, and that it continues after a kernel's failure."""
 
 import csv
 
@@ -17,7 +17,7 @@ def plain(q, k, v):
 
 def test_cases():
     assert Case.of(8192, 128) == Case(8192, 128, 24, 4)
-    assert Case.of(74240, 72) == Case(74240, 72, 4, 1)  # as on a rank of four
+    assert Case.of(74240, 72) == Case(74240, 72, 4, 1)  # one of four ranks
     assert Case(7, 8, 3, 2).forward_flop() == 2 * 3 * (2 * 7 * 7 * 8 + 2 * 7 * 7 * 8)  # q k^T, and scores times v
 
 
@@ -26,7 +26,7 @@ def test_errors_are_those_of_output_and_gradients():
     exact = reference(case, torch.bfloat16, "cpu")
     fine = errors(Kernel("plain", lambda: plain), case, torch.bfloat16, "cpu", exact)
     assert all(0 < error < 2e-2 for error in fine)
-    # without q k^T the scores are wrong: output and dv are off, and there are no gradients of q and k
+    # zeroed queries and keys spoil the output and dv, and leave q and k without gradients
     flat = errors(Kernel("flat", lambda: lambda q, k, v: plain(0 * q, 0 * k, v)), case, torch.bfloat16, "cpu", exact)
     assert flat[0] > 0.1 and flat[1:3] == pytest.approx((1, 1)) and flat[3] > 0.1
 

@@ -1,4 +1,4 @@
-"""benchmarks/bench_auto.py: predictions against the steps of results.csv, and products of stacks on two ranks."""
+"""benchmarks/bench_auto.py: predictions compared with results.csv, and products of stacks on two ranks."""
 
 import json
 
@@ -11,8 +11,7 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import H200
 
-# What docs/parallelism.md says is off by more than the 12 % and 5 % that are aimed at: (time, memory), predicted /
-# measured.
+# Cases that docs/parallelism.md lists as worse than the aims of 12 % and 5 %: (time, memory), predicted / measured.
 OFF = {
     "vDiT-7B/122 8192 tokens fsdp bf16 batch 2 fp8 gathered in bf16": (0.70, 0.95),
     "EC-DiT-1B/2 256 tokens zero2 bf16 batch 238 graph": (0.72, 0.95),
@@ -69,7 +68,7 @@ def test_a_run_is_kept_and_not_done_again(tmp_path, monkeypatch, capsys):
     assert len(trials) == 2 and all(found["ms"] > 0 for found in trials.values()), trials
     first = capsys.readouterr().out
     assert first.count("predicted") >= 2 and "tiny, 2 GPUs" in first
-    monkeypatch.setattr(bench_auto, "train", None)  # nothing is run
+    monkeypatch.setattr(bench_auto, "train", None)  # nothing may run now
     main(words)
     assert json.loads((tmp_path / "trials.json").read_text()) == trials
     main([*words[:-1], "1"])

@@ -1,4 +1,4 @@
-"""benchmarks/bench_cifar10.py: the pictures it reads, its classifier and metric, and a tiny run of two rows."""
+"""benchmarks/bench_cifar10.py: reading pictures, the classifier, the metric, and a tiny run of two rows."""
 
 import io
 import json
@@ -37,7 +37,7 @@ CLASSES = [f"class{number}" for number in range(10)]
 
 
 def pictures(count: int, seed: int) -> Pictures:
-    """Pictures of one colour for each class, with noise, so that a classifier learns them at once."""
+    """Return noisy pictures with one colour per class, which a classifier learns at once."""
     random, labels = np.random.default_rng(seed), np.arange(count) % 10
     colours = np.random.default_rng(0).integers(40, 216, (10, 3))
     pixels = colours[labels][:, None, None] + random.integers(-40, 40, (count, 32, 32, 3))
@@ -45,7 +45,7 @@ def pictures(count: int, seed: int) -> Pictures:
 
 
 def write_jpegs(folder: Path, split: str, found: Pictures) -> list[bytes]:
-    """Write a .jpegs file and its table; return the files in it."""
+    """Write a .jpegs file and its table; return the JPEGs' bytes."""
     parts = []
     for pixels in found.pixels:
         Image.fromarray(pixels).save(buffer := io.BytesIO(), "JPEG", quality=95)

@@ -1,10 +1,10 @@
-"""The benchmarks' readings of clocks and power, with a stand-in for nvidia-smi."""
+"""The benchmarks' clock and power readings, with a fake nvidia-smi."""
 
 import time
 
 from benchmarks.clocks import EVERY, Clocks
 
-# Answers what it was asked for with two GPUs' readings, every 10 ms; the second one's clock is half of the first's.
+# Prints two GPUs' readings every 10 ms; the second GPU's clock is half of the first's.
 FAKE = """#!/bin/bash
 echo "$@" > asked
 while true; do echo "1600, $(cat watts)"; echo "800, $(cat watts)"; sleep 0.01; done
@@ -22,7 +22,7 @@ def test_readings_count_for_what_ran_meanwhile(tmp_path, monkeypatch):
     clocks = Clocks(2)
     for name, power in (("slow", "100"), ("fast", "700"), ("slow", "200")):
         (tmp_path / "next").write_text(power)
-        (tmp_path / "next").replace(watts)  # at once: it is being read
+        (tmp_path / "next").replace(watts)  # atomically, because the script reads it
         with clocks.during(name):
             time.sleep(6 * EVERY)
     with clocks.during("too short"):

@@ -1,4 +1,4 @@
-"""The benchmark of faults tells a lost state from an intact one, and a hanging program from one that has ended."""
+"""benchmarks/faults tells lost state from intact state, and hanging programs from ended ones."""
 
 import csv
 import re
@@ -19,7 +19,7 @@ FILES = ("model.safetensors", "ema.safetensors", "optimizer_000.safetensors")
 
 
 def run_of(outputs: Path, last: float = 1.0, steps: tuple[int, ...] = (4, 8)) -> Path:
-    """A run folder with checkpoints; ``last``: one weight of the newest."""
+    """Write a run folder with checkpoints; ``last`` is a weight in the newest one."""
     for step in steps:
         folder = outputs / RUN / "checkpoints" / f"step_{step:07d}"
         folder.mkdir(parents=True)
@@ -31,7 +31,7 @@ def run_of(outputs: Path, last: float = 1.0, steps: tuple[int, ...] = (4, 8)) ->
 
 
 class ShellLab(Lab):
-    """Its trainings are shell commands; the undisturbed run is given."""
+    """A Lab whose trainings are shell commands and whose undisturbed run already exists."""
 
     command = "true"
 
@@ -44,7 +44,7 @@ class ShellLab(Lab):
 
 @pytest.fixture
 def outcome_of(tmp_path, monkeypatch):
-    """A function that makes a fault of a function and returns its outcome."""
+    """Return a function that judges a fault made by another function."""
     monkeypatch.setattr("benchmarks.faults.lab.Lab", ShellLab)
     run_of(tmp_path / "whole")
     shared = Shared(None, tmp_path, patience=1.0)

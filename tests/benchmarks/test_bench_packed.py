@@ -1,4 +1,4 @@
-"""benchmarks/bench_packed_attention.py and bench_packed_modulation.py on a CPU: what they count and write."""
+"""benchmarks/bench_packed_attention.py and bench_packed_modulation.py on a CPU: their counts and rows."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""benchmarks/bench_recipes.py: what it plans, what it makes of a run's log, and a tiny model on two ranks."""
+"""benchmarks/bench_recipes.py: its plans, its figures from a run's log, and a tiny model on two ranks."""
 
 import csv
 import json
@@ -41,7 +41,7 @@ def test_the_batch_is_the_largest_that_fits_up_to_a_limit_of_work():
 
 
 def a_run(folder: Path, skipped: int = 0) -> Path:
-    """Write what train.py leaves of 10 steps on 4 ranks: two slow log lines, two good ones, an outlier."""
+    """Write train.py's files after 10 steps on 4 ranks: two slow log lines, two good ones and an outlier."""
     flags = dict(
         model="vDiT-7B/122", plugin="zero2", mixed_precision="bf16", batch_size=3, grad_accumulation=2,
         sequence_parallel_size=2, grad_checkpoint=False, enable_cuda_graph=True, recompute="cheap",
@@ -103,7 +103,7 @@ def test_runs_on_two_ranks_and_goes_on_after_a_failure(tmp_path, monkeypatch, ca
     rows = {row["metric"]: row for row in csv.DictReader(results.open())}
     assert set(rows) == {"tokens/s/GPU", "ms", "peak GiB", "TFLOP/s executed", "TFLOP/s 6 N"}
     assert {row["case"] for row in rows.values()} == {"vDiT-Ti/122 8 tokens zero2 fp32 batch 2"}
-    # 2 x 2 samples of 2 x 4 x 4 latents, a token each 1 x 2 x 2 of them
+    # 2 x 2 samples with latents of 2 x 4 x 4 and patches of 1 x 2 x 2
     tokens = float(rows["tokens/s/GPU"]["value"])
     assert tokens == pytest.approx(2 * 8 / (float(rows["ms"]["value"]) / 1e3), rel=0.02)
     assert (rows["tokens/s/GPU"]["baseline_value"], rows["tokens/s/GPU"]["ratio"]) == ("1000", "")

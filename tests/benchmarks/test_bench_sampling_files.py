@@ -1,4 +1,4 @@
-"""benchmarks/bench_sampling_files.py on a CPU: its table, its rows and as many files as pictures."""
+"""benchmarks/bench_sampling_files.py on a CPU: its table, its rows and the number of files."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""benchmarks/bench_trees.py: two sides take turns, and one that fails ends both."""
+"""benchmarks/bench_trees.py: two sides take turns, and one side's failure stops both."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""benchmarks/plot.py: what it takes from results.csv, and that the docs show what it makes."""
+"""benchmarks/plot.py: how it reads results.csv, and that the docs show all its plots."""
 
 import re
 from pathlib import Path

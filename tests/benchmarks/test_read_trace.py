@@ -1,4 +1,4 @@
-"""Test benchmarks/read_trace.py on traces that are written here."""
+"""benchmarks/read_trace.py reads traces written by these tests."""
 
 import json
 
@@ -8,10 +8,10 @@ from benchmarks.read_trace import read_steps, times
 
 STEP = [  # name, category, start, duration
     ("nvjet_sm90_tst_192x8", "kernel", 0, 40),
-    ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 30, 25),  # beside a product, and on in the gap
+    ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 30, 25),  # overlaps a product and continues in the gap
     ("void c10d::symmetric_memory::barrier_kernel(unsigned int**)", "kernel", 50, 10),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "kernel", 60, 100),
-    ("void c10d::symmetric_memory::barrier_kernel(unsigned int**)", "kernel", 70, 5),  # beside attention
+    ("void c10d::symmetric_memory::barrier_kernel(unsigned int**)", "kernel", 70, 5),  # overlaps attention
     ("_exchange_heads_kernel", "kernel", 163, 20),
     ("_layernorm_modulate_forward_kernel", "kernel", 183, 7),
 ]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the files, damage that is named, what is found and what is kept."""
+"""Checkpoint files: contents, damage, and which checkpoints are found and kept."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ARGV += "--mixed_precision fp32 --sample_steps 1 --sample_cfg_scale 1 --batch_si
 
 
 def run_to(outputs: Path, steps: int, *more: str) -> Path:
-    """Trains in this process; returns the folder of checkpoints."""
+    """Train in this process; return the folder of checkpoints."""
     train.main([*ARGV, "--max_steps", str(steps), "--ckpt_every", "1", "--outputs", str(outputs), *more])
     return outputs / "000-DiT-Ti-2" / "checkpoints"
 
@@ -64,7 +64,7 @@ def test_ranks_write_about_as_much(ranks):
     load = [0] * ranks
     for (file, name), rank in owner.items():
         load[rank] += sizes[name] * (2 if file == OPTIMIZER else 1)
-    # A weights file is not cut up: from 4 ranks on it is the biggest share.
+    # A weights file is not split, so it is the largest share from 4 ranks on.
     assert max(load) <= max(4 * sum(sizes.values()) / ranks, sum(sizes.values())) + 2000
 
 
@@ -136,14 +136,14 @@ def test_damaged_weights_are_named_and_not_used(which, tmp_path, no_ranks, capsy
             assert stop.value.code == 2 and message.startswith("error: "), (form, argv)
             assert file in message and ("is missing" if damaged is None else "is damaged") in message, message
             assert f"take {checkpoints / 'step_0000001'}, whose weights are intact" in message, message
-        load_pretrained(newest, which={"ema": "model", "model": "ema"}[which])  # the other file is as it was
+        load_pretrained(newest, which={"ema": "model", "model": "ema"}[which])  # the other file is intact
     put(checkpoints / "step_0000001" / file, content[:-1])
     with pytest.raises(ValueError, match="take another checkpoint"):
         load_pretrained(newest, which=which)
     put(newest / file, content)
     load_pretrained(newest, which=which)
     (newest / "manifest.json").unlink()
-    load_pretrained(newest, which=which)  # a lone weights file has none
+    load_pretrained(newest, which=which)  # a single weights file has no manifest
 
 
 def test_another_version_is_refused(tmp_path, no_ranks, capsys):
@@ -174,8 +174,8 @@ def test_keep_deletes_old_ones_only(tmp_path, no_ranks):
     checkpoints = run_to(tmp_path, 5, "--ckpt_keep", "2")
     assert steps_in(checkpoints) == [4, 5]
     run_to(tmp_path, 6, "--ckpt_keep", "1", "--load", "latest")
-    assert steps_in(checkpoints) == [5, 6]  # 5 is the one in use
-    # Back to 5: the later 6 of the attempt before is replaced, not counted.
+    assert steps_in(checkpoints) == [5, 6]  # 5 is in use
+    # Going back to 5 replaces the later checkpoint 6; it does not count as a kept one.
     run_to(tmp_path, 6, "--ckpt_keep", "1", "--load", str(checkpoints / "step_0000005"))
     assert steps_in(checkpoints) == [5, 6] and os.readlink(checkpoints / "latest") == "step_0000006"
 
@@ -195,7 +195,7 @@ def test_a_copy_without_links_goes_on_from_its_newest_checkpoint(tmp_path, no_ra
 def test_weights_of_other_shapes_are_refused_before_a_model_is_made(name, tmp_path, no_ranks, capsys, monkeypatch):
     newest = run_to(tmp_path, 1) / "step_0000001"
     metadata = read_metadata(newest / name)
-    tensors = {key: value.clone() for key, value in load_file(newest / name).items()}  # not views of the file
+    tensors = {key: value.clone() for key, value in load_file(newest / name).items()}  # copies, not views
     tensors["blocks.0.mlp.fc1.weight"] = tensors["blocks.0.mlp.fc1.weight"].t()
     files = {**read_manifest(newest), name: write_tensors(newest / name, tensors, metadata)}
     write_manifest(newest, 2, files)

@@ -1,4 +1,4 @@
-"""A run that is saved under one plugin and number of ranks goes on under another: the same bits, and the same curve."""
+"""A checkpoint can be resumed under any plugin and number of ranks, with equal state and the same loss curve."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +20,16 @@ from tests.parallel.engines.test_fsdp import CONFIG, backward, build_model, used
 from tests.ranks import run_ranks
 
 MODEL, DECAYS = "DiT-Ti/2", (0.9, 0.5)
-BEFORE, AFTER = 3, 3  # steps until the checkpoint, and after it
+BEFORE, AFTER = 3, 3  # steps before and after the checkpoint
 AVERAGES = ("ema", "ema_0.5")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A plugin (hsdp: fsdp with two copies of the model), its ranks, and the kind of its checkpoint. (On 2 ranks fsdp
-    keeps the whole state in host memory, on 4 hsdp the averages.)"""
+    """A plugin, its number of ranks and its checkpoint format; hsdp is fsdp with two replicas.
+
+    With 2 ranks fsdp keeps its state in host memory; with 4 ranks hsdp keeps only the averages there.
+    """
 
     plugin: str
     world: int
@@ -38,7 +40,7 @@ class Run:
         return f"{self.plugin}-{self.world}-{self.precision}-{'sharded' if self.sharded else 'whole'}"
 
 
-# What is saved, and who goes on from it.
+# saved run -> runs that resume it
 ELASTIC = {
     Run("zero2", 1, sharded=False): [Run("fsdp", 4), Run("ddp", 2)],
     Run("fsdp", 1): [Run("zero2", 4), Run("hsdp", 4), Run("fsdp", 2)],
@@ -47,7 +49,7 @@ ELASTIC = {
     Run("fsdp", 2): [Run("zero2", 1)],
     Run("gemini", 4, "bf16"): [Run("fsdp", 2, "bf16"), Run("gemini", 1, "bf16")],
     Run("fsdp", 1, "bf16", sharded=False): [Run("gemini", 4, "bf16")],
-    # fp16: two steps that were not taken have changed the loss scale.
+    # fp16: two skipped steps have changed the loss scale.
     Run("ddp", 1, "fp16"): [Run("gemini", 4, "fp16"), Run("fsdp", 2, "fp16")],
     Run("gemini", 2, "fp16", sharded=False): [Run("zero2", 1, "fp16")],
     Run("zero2", 4, "fp16"): [Run("ddp", 2, "fp16"), Run("fsdp", 1, "fp16")],
@@ -76,7 +78,7 @@ def steps(engine: Engine, ema: EMA, mesh: Mesh, first: int, count: int) -> list[
 
 
 def state_of(engine: Engine, ema: EMA) -> dict[str, Tensor]:
-    """Every number of the state, whole."""
+    """Return the complete state."""
     gather, found = engine.layout.gather, {}
     for name in engine.shapes:
         found[f"model.{name}"] = gather(name, engine.master(name)).clone()
@@ -104,7 +106,7 @@ def save(mesh: Mesh, run: Run, folder: Path) -> None:
 
 
 def go_on(mesh: Mesh, run: Run, saved: Run, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses after the checkpoint, and the state at the end."""
+    """Resume a saved run; return the losses after the checkpoint and the final state."""
     mesh, engine, ema = built(mesh, run, initial=lambda name, shard: torch.full(shard.shape, -1.0))
     load_checkpoint(find_checkpoint(str(folder / str(saved)), "", MODEL, mesh), engine, ema)
     (expected, scaler), found = torch.load(folder / str(saved) / "expected.pt"), state_of(engine, ema)
@@ -115,12 +117,12 @@ def go_on(mesh: Mesh, run: Run, saved: Run, folder: Path) -> tuple[list[float], 
     shared = scaler.keys() & loaded.keys()
     assert {"scale", "growth"} <= shared or run.precision != "fp16"
     assert all(loaded[key] == scaler[key] for key in shared), (saved, run, scaler, loaded)
-    assert scaler.get("scale", 0) < 2**16  # of where it began
+    assert scaler.get("scale", 0) < 2**16  # smaller than the initial scale
     return steps(engine, ema, mesh, BEFORE, AFTER), state_of(engine, ema)
 
 
 def stage(mesh: Mesh, folder: Path, saved: list[Run]) -> dict:
-    """Resume the saved runs that this number of ranks resumes, then train and save those that start on it."""
+    """Resume the saved runs that have a successor with this number of ranks, then save those that start on it."""
     found = {}
     for run in saved:
         for after in ELASTIC[run]:
@@ -133,7 +135,7 @@ def stage(mesh: Mesh, folder: Path, saved: list[Run]) -> dict:
 
 
 def uninterrupted() -> tuple[list[float], dict[str, Tensor]]:
-    """One process, fp32, torch's AdamW; averages by their formula in float64."""
+    """Return losses and state of one fp32 process with torch's AdamW and float64 averages."""
     model = build_model()
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, betas=BETAS)
     named, losses = dict(model.named_parameters()), []
@@ -163,11 +165,11 @@ def test_a_run_goes_on_under_any_plugin_and_world(tmp_path):
         found |= run_ranks(world, stage, tmp_path, saved)[0]
         saved = [run for run in ELASTIC if (tmp_path / str(run)).is_dir()]
     assert {(run, after) for run in ELASTIC for after in ELASTIC[run]} == found.keys()
-    for place in (0, 1):  # every plugin is saved from, and loaded to
+    for place in (0, 1):  # every plugin saves and resumes
         assert {pair[place].plugin for pair in found} == {"zero2", "ddp", "fsdp", "hsdp", "gemini"}
     losses, state = uninterrupted()
     for pair, (curve, end) in found.items():
-        bound = 1e-5 if pair[1].precision == "fp32" else 2e-3  # 2^-9 a rounding
+        bound = 1e-5 if pair[1].precision == "fp32" else 2e-3  # one rounding is 2^-9
         assert off_by(curve, losses) < bound, (pair, curve, losses)
         for name, expected in state.items() if pair[1].precision == "fp32" else ():
             rows = used_rows(name)

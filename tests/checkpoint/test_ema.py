@@ -1,4 +1,4 @@
-"""Sharded averages against one process with whole ones, for every plugin and sizes that don't divide."""
+"""Sharded averages are compared with full averages in float64, for every plugin and uneven sizes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ STEPS, DECAYS = 4, (0.9, 0.5)
 
 
 def averaged(mesh, plugin: str, precision: str, warmup: float):
-    """Full averages after STEPS steps; the masters of every step; elements on this rank; the swap's effects."""
+    """Return full averages, the masters after every step, this rank's bytes, and the results of ``swapped``."""
     from opendit.parallel.engines import build_engine
 
     engine = build_engine(build_model(), mesh, plugin=plugin, precision=precision, lr=1e-2)
@@ -31,7 +31,8 @@ def averaged(mesh, plugin: str, precision: str, warmup: float):
 
 
 def swapped(mesh, engine, ema, average) -> tuple[bool, bool, bool]:
-    """(inside ``applied`` the weights are the average's, an error inside undoes it, afterwards they are as before)."""
+    """Return whether ``applied`` sets the averages, whether they differ from the weights, and whether an error
+    restores those."""
     if engine.whole:
         model = engine.module
     else:
@@ -55,14 +56,14 @@ def test_shards_are_the_parts_of_the_whole_average(world):
         averages, history, _, _ = ranks[0]
         for which, decay in enumerate(DECAYS):
             expected = {name: first.double() for name, first in history[0].items()}
-            for n, masters in enumerate(history[1:]):  # the definition, in float64
+            for n, masters in enumerate(history[1:]):  # the definition in float64
                 d = min(decay, 1 - warmup / (n + 10)) if warmup else decay
                 expected = {name: d * old + (1 - d) * masters[name].double() for name, old in expected.items()}
             for name, value in expected.items():
                 assert (averages[which][name] - value).abs().max() < 1e-6, (case, decay, name)
         assert all(all(swap) for *_, swap in ranks), (case, [swap for *_, swap in ranks])
-        for *_, size, _ in ranks:  # a share of the memory: all but rounding up to whole elements a parameter
-            if case[0] not in ("gemini", "fsdp"):  # cut by chunks, by rows
+        for *_, size, _ in ranks:  # a share of the memory, rounded up to whole elements for each parameter
+            if case[0] not in ("gemini", "fsdp"):  # gemini divides by chunks, fsdp by rows
                 assert size <= 4 * len(DECAYS) * (parameters / world + len(history[0]))
         assert sum(size for *_, size, _ in ranks) == 4 * len(DECAYS) * parameters
 

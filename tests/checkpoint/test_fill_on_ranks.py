@@ -1,4 +1,4 @@
-"""Ranks take exactly their parts of a public model's files, whatever divides them."""
+"""Ranks read exactly their parts of a public model's files under every plugin and division."""
 
 from pathlib import Path
 
@@ -22,14 +22,14 @@ PLANS = [("ddp", {}), ("zero2", {}), ("fsdp", {}), ("fsdp", {"tp": 2}), ("zero2"
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """The weights of the network of CONFIG under our names, in bf16."""
+    """Return CONFIG's weights under OpenDiT's names, in bf16."""
     generator = torch.Generator().manual_seed(0)
     shapes, _ = model_shapes(CONFIG)
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
 def split(name: str) -> tuple[tuple[str, ...], int]:
-    """The names that a weight of ours is published under, and along what they are joined."""
+    """Return a weight's published names, and the dimension along which they are joined."""
     if ".attn.qkv." in name:
         return tuple(name.replace("qkv", part) for part in "qkv"), 0
     if name.endswith("mlp.fc2.weight"):
@@ -43,7 +43,7 @@ def opened(path: Path) -> MatchedTensors:
 
 
 def masters(mesh: Mesh, path: Path) -> list:
-    """Return for each plan: this rank's masters beside what they should be, the elements read, and those held."""
+    """Return for each plan the masters that are wrong, and the numbers of elements read and held."""
     found, expected, read = [], weights(), 0
 
     class Counted(matched.Reading):

@@ -1,4 +1,4 @@
-"""Weights that are not finite are never saved over good ones, and never taken."""
+"""Non-finite weights are neither saved nor loaded."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def test_one_value_is_found_wherever_it_is(dtype, value):
         assert not_finite({"a": torch.full((3,), 6e4).to(dtype), "b": bad.to(dtype)}) == "b"
     largest = torch.full((7, 5), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
     good = {"largest": largest, "none": torch.empty(0, dtype=dtype), "numbers": torch.arange(3)}
-    assert not_finite(good) is None  # (their sum would overflow)
+    assert not_finite(good) is None  # their sum would overflow
 
 
 def spoil(engine, ema, part: str) -> None:
@@ -44,7 +44,7 @@ def spoil(engine, ema, part: str) -> None:
 
 
 def blow_up(mesh, outputs: str, part: str) -> int | None:
-    """After step 2 something of what is saved is not finite on the last rank, though all gradients were."""
+    """Spoil a part of the state on the last rank before the save of step 3, although all gradients were finite."""
 
     class Spoiling(opendit.training.build.Checkpoints):
         def save(self, state):
@@ -72,7 +72,7 @@ def test_a_save_refuses_what_is_not_finite(part, ranks, tmp_path, capfd):
 
 
 def skipping_at_the_end(mesh, outputs: str, steps: int, signalled: bool) -> int | None:
-    """From step 4 on one rank's losses are not finite; the run ends, or is told to, in step 5."""
+    """One rank's losses are not finite from step 4 on; the run ends in step 5, or gets a signal there."""
     true_inputs = train.Inputs.of
 
     def inputs(self, batch):
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_resumed(tmp_path, no_ranks, caps
     folder = checkpoints / "step_0000001"
     path = folder / "model.safetensors"
     info = {METADATA_KEY: json.dumps(read_info(path))}
-    state = {name: tensor.clone() for name, tensor in load_file(path).items()}  # which maps the file
+    state = {name: tensor.clone() for name, tensor in load_file(path).items()}  # copies, not views
     state["final_layer.linear.bias"][0] = float("nan")
     files = {**read_manifest(folder), path.name: write_tensors(path, state, info)}
     write_manifest(folder, 2, files)

@@ -1,7 +1,7 @@
-"""A thousand files that somebody has changed: each is read as what it is, or refused in one line that names the file.
+"""A thousand damaged files are either read or refused in one line that names the file.
 
-None ends in another exception, takes more than 5 seconds or more than 1 GB. The changes are hypothesis', the same in
-every run: values of other types and sizes, keys missing, added or twice, nesting; bytes flipped, cut and put in.
+Reading may not raise another exception, take more than 5 seconds or use more than 1 GB. hypothesis derives the same
+changes in every run: other types and sizes, missing, extra or duplicate keys, nesting, and changed bytes.
 """
 
 import copy
@@ -33,7 +33,7 @@ from tests.encoders.test_text import save_clip
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised
 
-# Kind of file -> how many of it are changed and read.
+# Kind of file -> number of damaged files that are read.
 EXAMPLES = {
     "metadata": 300, "lora": 60, "weights": 150, "pickle": 100, "manifest": 120, "state": 120, "index": 120,
     "shard": 80, "vae": 80, "clip": 60, "tokenizer": 20, "vae weights": 20, "pipeline": 40,
@@ -63,12 +63,12 @@ HOSTILE = [
     "x", "10", "a\nb", "\ud800", "\0", "../../x", "/etc/passwd", "x" * 10_000, [], [0], [[]], [None] * 1000, {},
     {"a": 1}, {"__class__": "x"}, [[[[[[[[]]]]]]]], [10**9] * 3, {"kind": "vdit"}, ["a", 1],
 ]  # fmt: skip
-# What JSON's writer does not write, put in the place of a string.
+# Text that json.dumps does not write; it replaces a string.
 RAW = ["NaN", "-Infinity", "1e999", "[" * 3000, '{"a": 1, "a": 2}', "9" * 1000, "tru", "", "'x'", '"\\ud800"', "\x07"]
 
 
 def hostile():
-    return st.sampled_from(HOSTILE).map(copy.deepcopy)  # a later change may be made inside of it
+    return st.sampled_from(HOSTILE).map(copy.deepcopy)  # later changes may modify it
 
 
 def places(value, path=()):
@@ -79,7 +79,7 @@ def places(value, path=()):
 
 @st.composite
 def changed_json(draw, original):
-    """The bytes of ``original`` as JSON after one to three changes."""
+    """Draw ``original`` as JSON bytes after one to three changes."""
     tree, raw = json.loads(json.dumps(original)), None
     for _ in range(draw(st.integers(1, 3))):
         *path, last = draw(st.sampled_from([place for place in places(tree) if place] or [("",)]))
@@ -108,7 +108,7 @@ def changed_json(draw, original):
 
 @st.composite
 def changed_bytes(draw, content):
-    """``content`` cut, or with bytes flipped, left out or put in, most of them near its beginning."""
+    """Draw ``content`` with bytes cut off, flipped, removed or inserted, mostly near the beginning."""
     content = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
         end = draw(st.sampled_from([8, 64, 1024, len(content)]))
@@ -131,15 +131,15 @@ def changed_bytes(draw, content):
 
 
 def peak_gb() -> float:
-    """The largest memory that this process has ever asked for, touched or not."""
+    """Return this process's peak virtual memory in GB."""
     found = re.search(r"VmPeak:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1e6
 
 
 def try_all(kind, strategy, put, read, folder):
-    """Puts EXAMPLES[kind] changed files in their place and reads each; returns how many were refused."""
+    """Read EXAMPLES[kind] damaged files; return how many were refused."""
     tried, refused = [], []
-    read()  # the original; and what is imported, allocated and cached the first time is not a file's fault
+    read()  # read the original first, so that imports and caches are not counted
 
     @settings(
         max_examples=EXAMPLES[kind], deadline=None, derandomize=True, database=None,
@@ -162,7 +162,7 @@ def try_all(kind, strategy, put, read, folder):
 
     trial()
     assert len(tried) >= EXAMPLES[kind]
-    assert len(refused) > len(tried) / 3  # the changes are ones that matter
+    assert len(refused) > len(tried) / 3  # enough of the changes matter
     return len(refused)
 
 
@@ -202,7 +202,7 @@ def test_metadata(weights, tmp_path):
     def put(content):
         try:
             text = content.decode("utf-8")
-        except UnicodeDecodeError:  # safetensors' writer takes only text; test_weights changes its bytes
+        except UnicodeDecodeError:  # safetensors only writes text; test_weights changes the bytes
             text = content.decode("latin-1")
         weights(text)
 
@@ -234,7 +234,7 @@ def test_pickle(weights, tmp_path):
         try:
             load_pretrained(path, "DiT-Ti/2")
         except ValueError as error:
-            if "--model DiT-Ti/2: does not fit" in str(error):  # as the original, which has no name
+            if "--model DiT-Ti/2: does not fit" in str(error):  # as for the original, which stores no name
                 return
             raise
 
@@ -254,7 +254,7 @@ def test_manifest(tmp_path):
     original = json.loads(path.read_text())
 
     def read():
-        problem = damage(tmp_path)  # says what is wrong, as text
+        problem = damage(tmp_path)  # returns the problem as text
         if problem and str(path) in problem:
             raise ValueError(problem)
 
@@ -297,7 +297,7 @@ def test_index(latents):
 
 
 def test_shard(latents):
-    """With its size in the index, as a shard that was made so."""
+    """The index has the damaged shard's size, as if the shard had been written like this."""
     index, path = latents / "index.json", latents / "latents-8-00001-of-00002.tar"
     originals = index.read_bytes(), path.read_bytes()
 
@@ -328,7 +328,7 @@ def test_vae_config(tmp_path):
 
     def read():
         codec_geometry(str(tmp_path), 3)
-        if len(loads) < 40:  # each takes a moment
+        if len(loads) < 40:  # each load takes a moment
             loads.append(load_codec(str(tmp_path), channels=3, device="cpu"))
 
     try_all("vae", changed_json(json.loads(path.read_text())), path.write_bytes, read, tmp_path)
@@ -368,7 +368,7 @@ def test_tokenizer(file, tmp_path):
 
 
 def test_pipeline(tmp_path):
-    """The configuration of a pipeline of diffusers, which the export reads."""
+    """The export reads the configuration of a diffusers pipeline."""
     folder = tmp_path / "pipeline"
     (folder / "transformer").mkdir(parents=True)
     (folder / "model_index.json").write_text(json.dumps({"id2label": {"0": "a", "1": "b"}}))
@@ -383,7 +383,7 @@ def test_pipeline(tmp_path):
         try:
             import_weights(str(folder), tmp_path / "out.safetensors", None, None)
         except ValueError as error:
-            if "has no .safetensors file" in str(error):  # as the original
+            if "has no .safetensors file" in str(error):  # as for the original
                 return
             raise
 
@@ -391,5 +391,5 @@ def test_pipeline(tmp_path):
 
 
 def test_a_configuration_of_every_kind_of_field_is_changed():
-    """The metadata above has the fields that the schema derives from the dataclass."""
+    """The metadata above has all fields of the dataclass from which the schema is derived."""
     assert {field.name for field in dataclasses.fields(DiTConfig)} <= set(info()["config"])

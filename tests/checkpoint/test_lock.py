@@ -1,4 +1,4 @@
-"""One writer a folder: who is refused, what is taken over, and what is left when the owner is gone."""
+"""Folder locks: who is refused, which locks are taken over, and what happens after the owner's death."""
 
 import contextlib
 import errno
@@ -37,7 +37,7 @@ time.sleep(60)
 
 @pytest.fixture
 def owner(tmp_path):
-    """A function that starts another process which takes the lock."""
+    """Return a function that starts another process that takes the lock."""
     started = []
 
     def start(how: str = "") -> subprocess.Popen:
@@ -161,7 +161,7 @@ def test_all_ranks_are_refused(tmp_path, owner):
 
 
 def two_at_once(folder: str) -> int:
-    """Return how many of six processes that start together hold the lock at the same time."""
+    """Return how many of three processes that start together get the lock."""
     code = OWNER.replace("time.sleep(60)\n", "sys.stdin.read()\n")
     run = [sys.executable, "-c", code, folder, "without flock"]
     piped = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)

@@ -1,5 +1,4 @@
-"""LoRA files of diffusers, ComfyUI and kohya's trainers, out of our runs and into our models, against diffusers' own
-readers; several LoRAs with weights."""
+"""LoRA files of diffusers, ComfyUI and kohya's trainers, exported and loaded, compared with diffusers' own readers."""
 
 import contextlib
 import inspect
@@ -35,12 +34,12 @@ LOADERS = {
     "flux2": "Flux2LoraLoaderMixin",
     "ltx": "LTXVideoLoraLoaderMixin",
     "sd3": "SD3LoraLoaderMixin",
-    "cosmos2": None,  # whose pipeline has no reader; its network reads peft's names
+    "cosmos2": None,  # the pipeline has no reader, but the network reads peft's names
 }
 FAMILIES = tuple(LOADERS)
 ALPHA, RANK = 5.0, 2
 LAYERS = ("qkv:3", "q", "kv:1", "proj", "fc1", "fc2:4", "adaLN_modulation.*")  # of runs on public models
-# Layers by their authors' names, of the oracles' sizes: (rows, columns).
+# Layers under their authors' names, in the oracles' sizes: (rows, columns).
 FLUX = {
     **{
         f"double_blocks.1.{stream}_{layer}": shape
@@ -78,7 +77,7 @@ WAN |= {f"blocks.{block}.ffn.{part}": shape for block in (0, 1) for part, shape 
 WAN_AROUND = {
     "time_projection.1": (168, 28), "head.head": (16, 28), "text_embedding.0": (28, 10), "text_embedding.2": (28, 28)
 }  # fmt: skip
-LUMINA2 = {  # diffusers reads such files of all layers of the blocks only
+LUMINA2 = {  # diffusers reads such files only with all layers of the blocks
     f"{stack}.{block}.{layer}": shape
     for stack in ("layers", "noise_refiner", "context_refiner")
     for block in (0, 1)
@@ -120,7 +119,7 @@ FLUX2_SHARED = {"double_stream_modulation_img.lin": (192, 32), "guidance_in.in_l
 W3 = {"layers.0.feed_forward.w3": (96, 36)}
 PROJ_OUT = {"single_transformer_blocks.1.proj_out": (24, 120)}
 KOHYA, NEW, DOTS = ("lora_down", "lora_up"), ("lora_A", "lora_B"), ("lora.down", "lora.up")
-# family, prefix, names with _ for dots, endings, layers with alphas, layers without
+# family, prefix, whether names have _ for dots, endings, layers with alphas, layers without
 FOREIGN = {
     "flux, kohya": ("flux", "lora_unet_", True, KOHYA, FLUX, FLUX_AROUND),
     "flux, ComfyUI": ("flux", "diffusion_model.", False, KOHYA, FLUX, {}),
@@ -142,7 +141,7 @@ FOREIGN = {
 
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory):
-    """Return diffusers' tiny network of every family, with random parameters, and the folder that it is stored in."""
+    """Return each family's tiny diffusers network with random parameters, and the folder where it is stored."""
     found = {}
     for name in FAMILIES:
         oracle = ORACLES[name](torch.float32)
@@ -154,7 +153,7 @@ def oracles(tmp_path_factory):
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Let diffusers split the oracles' layers: its readers have sizes of published models in them."""
+    """Let diffusers split the oracles' layers; its readers contain the sizes of published models."""
     for name, sizes, ours in (
         ("_convert_kohya_flux_lora_to_diffusers", "[3072, 3072, 3072, 12288]", "[24, 24, 24, 96]"),
         ("_convert_non_diffusers_lumina2_lora_to_diffusers", "[2304, 768, 768]", "[48, 24, 24]"),
@@ -167,8 +166,11 @@ def narrow(monkeypatch):
 
 
 def readable(file, family):
-    """Return a file as the pipelines' own reader takes it. FLUX.2's takes all with lora_down for kohya's; those of
-    ComfyUI are given as tensors by other names, with alphas multiplied in."""
+    """Return a file in a form that the pipeline's reader accepts.
+
+    FLUX.2's reader takes all files with lora_down for kohya's, so ComfyUI's are converted to other names with alphas
+    multiplied in.
+    """
     state = load_file(file)
     if family != "flux2" or not any(re.match(r"diffusion_model.*lora_down", key) for key in state):
         return str(file)
@@ -184,14 +186,14 @@ def readable(file, family):
 
 @contextlib.contextmanager
 def added(oracle, files):
-    """Add LoRA files to diffusers' network, each with its weight, by the pipelines' own reader and set_adapters."""
+    """Add LoRA files with weights to diffusers' network, with the pipelines' own reader and set_adapters."""
     for number, (file, _) in enumerate(files):
         if LOADERS[oracle.family] is None:
             oracle.module.load_lora_adapter(load_file(file), prefix="transformer", adapter_name=f"a{number}")
             continue
         loader = getattr(lora_pipeline, LOADERS[oracle.family])
         state, *_, metadata = loader.lora_state_dict(readable(file, oracle.family), return_lora_metadata=True)
-        # Its reader of FLUX.1 leaves the prefix out at layers around the blocks, and its loader then leaves these out.
+        # FLUX.1's reader omits the prefix for layers outside the blocks, and its loader then ignores them.
         state = {key if key.startswith("transformer.") else f"transformer.{key}": part for key, part in state.items()}
         oracle.module.load_lora_adapter(state, prefix="transformer", adapter_name=f"a{number}", metadata=metadata)
     oracle.module.set_adapters([f"a{number}" for number in range(len(files))], [weight for _, weight in files])
@@ -201,7 +203,7 @@ def added(oracle, files):
 
 @torch.no_grad()
 def check_same_outputs(oracle, folder, loras, files):
-    """Compare the outputs of our network with ``loras`` and of diffusers' with ``files``, which are to be the same."""
+    """Check that OpenDiT's network with ``loras`` and diffusers' with ``files`` have equal outputs."""
     given = inputs(oracle, torch.float32, [3, 5], padded=5)
     plain = oracle.theirs(given.x, given.t, given.y)
     with added(oracle, files):
@@ -212,7 +214,7 @@ def check_same_outputs(oracle, folder, loras, files):
 
 
 def write_run(path, folder, config, name, seed=0, full=()):
-    """Write what a run with --lora leaves, with random numbers; full: layers that it trained as a whole."""
+    """Write a random file like that of a run with --lora; ``full`` names layers trained completely."""
     lora = Lora(RANK, ALPHA, str(folder), LAYERS if name != "DiT-Ti/2" else ())
     return write_lora(path, lora, config, name, seed, full)
 
@@ -224,7 +226,7 @@ def public_run(oracle, folder, path, seed=0, max_tokens=None):
 
 
 def foreign(form, seed=0):
-    """Return the tensors of a random LoRA file of one of FOREIGN, its layers of unequal ranks."""
+    """Return a random LoRA file from FOREIGN, with layers of different ranks."""
     family, prefix, flat, endings, with_alphas, without = FOREIGN[form]
     generator, found = torch.Generator().manual_seed(seed), {}
     for number, (layer, (rows, columns)) in enumerate({**with_alphas, **without}.items()):
@@ -245,13 +247,13 @@ def test_the_length_of_captions_that_a_run_shortened_is_exported(oracles, to, tm
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["max_sequence_length"] == "77"
     assert "give diffusers' pipeline max_sequence_length=77" in capsys.readouterr().out
-    if to == "lora":  # which is then drawn with captions of that length, as the run itself
+    if to == "lora":  # sampling then uses captions of that length, like the run
         model, weights = load_pretrained(folder, lora=[(output, 1.0)], notes=[])
         assert model.config.text.max_tokens == weights.config.text.max_tokens == 77
         assert load_pretrained(folder)[0].config.text.max_tokens == 512
 
 
-ONLY_DIFFUSERS = ("lumina2", "ltx", "sd3", "cosmos2")  # whose readers in diffusers take no lora_down
+ONLY_DIFFUSERS = ("lumina2", "ltx", "sd3", "cosmos2")  # diffusers' readers for these families refuse lora_down
 
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui", "kohya"])
@@ -283,7 +285,7 @@ def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, 
         "flux2": "double_blocks.0.img_attn.qkv", "ltx": "transformer_blocks.0.attn1.to_q",
         "sd3": "joint_blocks.0.x_block.attn.qkv", "cosmos2": "blocks.0.self_attn.q_proj",
     }[name].replace(".", "_" if form == "kohya" else ".")  # fmt: skip
-    original = form == "kohya" or (form == "comfyui" and name != "z_image")  # (Qwen-Image's layers have one name)
+    original = form == "kohya" or (form == "comfyui" and name != "z_image")  # Qwen-Image has one set of names
     assert (f"{first}.lora_down.weight" in keys) == original
     assert ("ComfyUI" in told) == (form == "comfyui")
 
@@ -296,7 +298,7 @@ def test_files_of_others_draw_as_in_diffusers(oracles, narrow, form, tmp_path):
 
 
 def test_other_spellings_are_the_same_file(oracles, tmp_path):
-    """Names that diffusers does not read: fused layers with dots, and peft's prefix and adapter."""
+    """These spellings are unknown to diffusers: fused layers with dots, and peft's prefix and adapter name."""
     name, state = foreign("z_image, kohya")
     dotted = {layer.replace(".", "_"): layer for layer in (*Z_IMAGE, "cap_embedder.1")}
     models = []
@@ -333,7 +335,7 @@ def test_alphas_in_metadata_are_taken_as_diffusers_takes_them(oracles, tmp_path,
 
 
 def test_a_folder_of_peft_has_the_alpha_of_its_configuration(oracles, tmp_path):
-    """The reference is peft itself, which merges its own folder into diffusers' network."""
+    """The reference is peft, which merges its own folder into diffusers' network."""
     oracle, folder = oracles["z_image"]
     base = type(oracle.module).from_pretrained(folder / "transformer")
     how = dict(r=2, lora_alpha=7, alpha_pattern={"w1": 3}, target_modules=["to_q", "w1"], init_lora_weights=False)
@@ -369,7 +371,7 @@ def test_weighted_loras_are_those_of_set_adapters(oracles, narrow, name, form, t
     export(["lora", "--ckpt", str(run), "--output", str(file)])
     save_file(foreign(form)[1], style)
     check_same_outputs(oracle, folder, [(run, 0.8), (style, -0.5)], [(file, 0.8), (style, -0.5)])
-    # A run as the model itself, and more on top.
+    # a run given as the model itself, with another LoRA added
     one, two = (dict(load_pretrained(path, lora=loras)[0].named_parameters())
                 for path, loras in ((run, [(style, 0.5)]), (folder, [(style, 0.5), (run, 1.0)])))  # fmt: skip
     assert all((one[key] - two[key]).abs().max() <= 1e-6 * one[key].abs().max() for key in one)
@@ -493,7 +495,7 @@ def test_a_run_of_another_model_is_refused_by_its_name(oracles, tmp_path):
 
 
 def test_a_run_on_a_model_with_guidance_is_added_to_one_without(oracles, tmp_path):
-    """FLUX.1-schnell takes LoRAs of FLUX.1-dev, and stays itself."""
+    """FLUX.1-schnell takes LoRAs made for FLUX.1-dev and keeps its own configuration."""
     oracle, folder = oracles["flux"]
     values = json.loads((folder / "transformer/config.json").read_text())
     theirs = FluxTransformer2DModel.from_config(values | {"guidance_embeds": not values["guidance_embeds"]})
@@ -525,5 +527,5 @@ def test_a_lora_of_a_text_encoder_is_named_and_left_out(oracles, tmp_path):
     save_file(state, path)
     plain, _ = load_pretrained(oracles["flux"][1], lora=[(path, 1.0)])
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
-    assert "belong to no layer" in refused(oracles, path, state | text)  # where nobody would read a note
+    assert "belong to no layer" in refused(oracles, path, state | text)  # there is no list for notes
     assert "belong to no layer" in refused(oracles, path, text, notes=notes)

@@ -1,4 +1,4 @@
-"""Tensors that are joined and split, against torch.cat of whole ones."""
+"""Joined and split tensors are compared with slices of the full tensor."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @st.composite
 def joins(draw):
-    """(shape, dim, sizes on either side) of a tensor that is cut differently on either side."""
+    """Draw (shape, dim, sizes on either side) for a tensor that is split differently on either side."""
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(shape) - 1))
     shape[dim] = draw(st.integers(1, 13))
@@ -32,7 +32,7 @@ def joins(draw):
 
 @st.composite
 def shards(draw, shape):
-    """Cuts of a tensor, outer to inner, as ranks of several groups make them."""
+    """Draw nested cuts of a tensor, outer to inner, like those of several groups of ranks."""
     slices = []
     for _ in range(draw(st.integers(0, 3))):
         dim = draw(st.sampled_from([None, *range(len(shape))]))
@@ -50,7 +50,7 @@ def numbers(shape, dtype=torch.float32):
 
 
 def in_memory(whole, dim, theirs, ours):
-    """The whole tensor in parts on both sides: those that there are, and those that are expected."""
+    """Return the stored parts and the expected parts of a tensor."""
     stored = {f"t{i}": part.contiguous() for i, part in enumerate(whole.split(theirs, dim))}
     expected = {f"o{i}": part for i, part in enumerate(whole.split(ours, dim))}
     return stored, expected
@@ -63,7 +63,7 @@ def test_any_shard_of_any_part_is_that_of_the_whole_tensor(tmp_path_factory, joi
     whole = numbers(shape, data.draw(st.sampled_from(DTYPES)))
     stored, expected = in_memory(whole, dim, theirs, ours)
     source = stored
-    if data.draw(st.booleans()):  # in one file, or in two
+    if data.draw(st.booleans()):  # in memory, in one file or in two
         folder, files = tmp_path_factory.mktemp("set"), data.draw(st.integers(1, 2))
         parts = [{name: stored[name] for name in list(stored)[i::files]} for i in range(files)]
         for i, part in enumerate(parts):
@@ -82,7 +82,7 @@ def test_any_shard_of_any_part_is_that_of_the_whole_tensor(tmp_path_factory, joi
         for start in range(0, reading.numel, size):
             reading.copy_to(pieces[start : start + size], start)
         assert torch.equal(pieces.view(shard.shape), shard.take(tensor))
-    # And back.
+    # convert back
     back = MatchedTensors(tensors, [(tuple(stored), tuple(expected), dim)], {k: v.shape for k, v in stored.items()},
                           tensors.path)  # fmt: skip
     assert all(torch.equal(back[name], tensor) for name, tensor in stored.items())
@@ -91,7 +91,7 @@ def test_any_shard_of_any_part_is_that_of_the_whole_tensor(tmp_path_factory, joi
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_bit_goes_there_and_back(dtype):
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
-    whole = torch.cat([bits.view(torch.uint8)] * 8).view(dtype)[: 1 << 15].reshape(1 << 8, 1 << 7)  # NaNs as well
+    whole = torch.cat([bits.view(torch.uint8)] * 8).view(dtype)[: 1 << 15].reshape(1 << 8, 1 << 7)  # includes NaNs
     stored, expected = in_memory(whole, 1, [100, 28], [1, 63, 64])
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     here = MatchedTensors(stored, [(tuple(expected), tuple(stored), 1)], shapes, None)
@@ -109,7 +109,7 @@ def test_a_part_that_lies_in_one_run_is_a_view_and_others_are_copies(tmp_path):
     assert tensors["a"].data_ptr() == source["t"].data_ptr()
     rows = tensors.read("a", Shard((2, 4), ((0, ((1, 3),)),)))
     assert rows.data_ptr() == source["t"][1:].data_ptr()
-    assert tensors.reading("b").view() is None  # of two tensors
+    assert tensors.reading("b").view() is None  # from two tensors
     assert tensors.reading("a", Shard((5, 2), ((1, ((1, 3),)),))).view() is None  # columns
     assert tensors.read("a", Shard((0, 4), ((0, ((2, 2),)),))).shape == (0, 4)
 

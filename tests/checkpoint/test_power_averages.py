@@ -1,4 +1,4 @@
-"""Power averages against their profile written out, and averages made of snapshots against those kept in training."""
+"""Power averages are compared with their profile, and averages made from snapshots with those kept in training."""
 
 import json
 
@@ -18,23 +18,23 @@ from tests.ranks import run_ranks
 def test_exponents_are_the_papers(width, exponent):
     found = exponent_of(width)
     assert found == pytest.approx(exponent, abs=5e-3)
-    assert (found + 1) ** 0.5 / (found + 2) / (found + 3) ** 0.5 == pytest.approx(width, rel=1e-9)  # its eq. 126
+    assert (found + 1) ** 0.5 / (found + 2) / (found + 3) ** 0.5 == pytest.approx(width, rel=1e-9)  # eq. 126
 
 
 def walk(steps: int) -> np.ndarray:
-    """Weights that drift and jitter, (steps, 50)."""
+    """Return weights that drift and jitter, of shape (steps, 50)."""
     random = np.random.default_rng(0)
     return random.standard_normal((steps, 50)).cumsum(0) / steps**0.5 + 0.2 * random.standard_normal((steps, 50))
 
 
 def direct(weights: np.ndarray, width: float) -> np.ndarray:
-    """The average of all of them, by its profile: update i has the share (i / t)^(g + 1) - ((i - 1) / t)^(g + 1)."""
+    """Average all weights directly: update i has the share (i / t)^(g + 1) - ((i - 1) / t)^(g + 1)."""
     edges = (np.arange(len(weights) + 1) / len(weights)) ** (exponent_of(width) + 1)
     return np.diff(edges) @ weights
 
 
 class Engine:
-    """One parameter, set from outside."""
+    """One parameter, which the test sets."""
 
     def __init__(self, weights: np.ndarray):
         self.weights = torch.from_numpy(weights).clone()
@@ -54,7 +54,7 @@ class Engine:
 
 def test_updates_give_the_profile():
     weights, widths = walk(300), (0.05, 0.10, 0.25)
-    engine = Engine(np.full(50, 1e3))  # the first values, of which nothing may be left
+    engine = Engine(np.full(50, 1e3))  # initial values, which must not remain in the average
     ema = EMA(engine, widths, power=True)
     for now in weights:
         engine.weights.copy_(torch.from_numpy(now))
@@ -93,7 +93,7 @@ def test_runs_keep_snapshots_resume_and_are_drawn_from(tmp_path, capfd):
     assert_same_bits(run / "checkpoints/step_0000006", other / "checkpoints/step_0000006")
     assert [path.name for path in run.glob("checkpoints/step_*")] == ["step_0000006"]
     assert {path.name for path in run.glob("averages/*")} == {"step_0000002", "step_0000004"}
-    assert {path.name for path in other.glob("averages/*")} == {"step_0000002"}  # what was resumed from stays whole
+    assert {path.name for path in other.glob("averages/*")} == {"step_0000002"}  # step 4, resumed from, is kept
     names = {path.name for path in (run / "averages/step_0000002").iterdir()}
     assert names >= {"ema.shards.json", "ema_0.1.shards.json", "state.json"} and not any("model" in n for n in names)
     assert json.loads((run / "checkpoints/latest/state.json").read_text())["ema"]["snapshots"] == [2, 4, 6]

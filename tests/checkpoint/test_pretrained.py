@@ -1,4 +1,4 @@
-"""Meta's files of every way to train, and checksums that are computed while weights are loaded."""
+"""Meta's files from every kind of training, and checksums computed during loading."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from tests.models.test_dit import randomised
 
 
 def meta_state(rows: int, out_channels: int, channels: int = 1, side: int = 8) -> dict[str, torch.Tensor]:
-    """A DiT-Ti/2 as Meta's code would have made it, its table and its last layer of the given sizes."""
+    """Return a DiT-Ti/2's weights as in Meta's code, with the given sizes of label table and last layer."""
     config = model_config("DiT-Ti/2", input_size=(side, side), in_channels=channels, num_classes=3)
     model = randomised(DiT(config))
     model.y_embedder.embedding_table = nn.Embedding(rows, 128)
@@ -33,7 +33,7 @@ def meta_state(rows: int, out_channels: int, channels: int = 1, side: int = 8) -
 
 
 def stored(folder, state, num_classes: int | None = None):
-    """Save weights as Meta's release does, or as a training checkpoint whose arguments give the number of classes."""
+    """Save weights like Meta's release, or like a training checkpoint whose arguments contain the number of classes."""
     path = folder / "meta.pt"
     if num_classes is None:
         torch.save(state, path)
@@ -46,13 +46,13 @@ def stored(folder, state, num_classes: int | None = None):
 @pytest.mark.parametrize(
     ("rows", "said", "asked", "classes", "null_class", "noted"),
     [
-        (1001, None, None, 1000, True, False),  # the released ones
+        (1001, None, None, 1000, True, False),  # the released models
         (1000, None, None, 1000, False, True),  # ImageNet without class dropout
         (1000, None, 999, 999, True, False),
         (8, None, None, 7, True, True),
         (8, None, 8, 8, False, False),
         (8, None, 7, 7, True, False),
-        (8, 8, None, 8, False, False),  # a training checkpoint says it
+        (8, 8, None, 8, False, False),  # a training checkpoint says so
         (1001, 1001, None, 1001, False, False),
         (1, None, 1, 1, False, False),
     ],
@@ -92,7 +92,7 @@ def test_what_is_neither_is_refused(state, said, message, tmp_path):
 
 
 def test_sampling_without_a_null_class(tmp_path, no_ranks, capsys):
-    """Guidance has nothing to guide away from, and is refused; without it every class is drawn as itself."""
+    """Guidance is refused because there is no null class; without guidance every class can be drawn."""
     path = stored(tmp_path, meta_state(4, 1))
     given = ["--ckpt", str(path), "--model", "DiT-Ti/2", "--vae", "none", "--num_sampling_steps", "2"]
     given += ["--output", str(tmp_path / "s"), "--npz", str(tmp_path / "s.npz"), "--mixed_precision", "fp32"]
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_says_itself_needs_no_number(tmp_path):
 
 @pytest.mark.parametrize("classes", [7, 8])
 def test_fine_tuning_does_not_take_the_last_class_for_the_null_class(classes, tmp_path):
-    """A table of 8 classes and no null class, into models of 7 and of 8 classes, which have one."""
+    """A table of 8 classes without a null class is loaded into models of 7 and 8 classes that have one."""
     state = meta_state(8, 2)
     found = infer_config(state, "DiT-Ti/2", tmp_path / "w.pt", 8)
     new = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=classes))
@@ -145,7 +145,7 @@ def test_fine_tuning_does_not_take_the_last_class_for_the_null_class(classes, tm
 
 
 def test_weights_are_loaded_while_they_are_verified(tmp_path, monkeypatch):
-    """The checksum is not known before the model is loaded; of damaged weights, what was loaded is dropped."""
+    """The model is loaded before the checksum is known, and dropped if the weights turn out to be damaged."""
     run, loaded = tmp_path / "run", threading.Event()
     for step, value in ((1, 0.0), (2, 1.0)):
         folder = run / "checkpoints" / f"step_{step:07d}"
@@ -172,7 +172,7 @@ def test_weights_are_loaded_while_they_are_verified(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "load_state", loads)
     model, weights = pretrained.load_pretrained(run, notes=[])
     assert seen == [1.0] and weights.path.parent.name == "step_0000002"
-    with open(weights.path, "r+b") as file:  # one bit of a bias, which stays a number
+    with open(weights.path, "r+b") as file:  # flip one bit of a bias, which stays finite
         file.seek(-1, 2)
         last = file.read(1)[0]
         file.seek(-1, 2)
@@ -181,6 +181,6 @@ def test_weights_are_loaded_while_they_are_verified(tmp_path, monkeypatch):
     model, weights = pretrained.load_pretrained(run, notes=notes)
     assert seen == [1.0, 1.0, 0.0] and weights.path.parent.name == "step_0000001"
     assert model.final_layer.linear.bias[0].item() == 0 and "step_0000002" in notes[0] and "checksum" in notes[0]
-    (run / "checkpoints" / "step_0000002" / "ema.safetensors").write_bytes(b"{")  # which can't be loaded at all
+    (run / "checkpoints" / "step_0000002" / "ema.safetensors").write_bytes(b"{")  # can't be loaded at all
     loaded.set()
     assert pretrained.load_pretrained(run, notes=notes)[1].path.parent.name == "step_0000001"

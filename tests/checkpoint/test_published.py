@@ -1,4 +1,4 @@
-"""Public models' folders: what is read of them, and in how many words a wrong one is refused."""
+"""Public models' folders: how they are read, and that a wrong folder is refused in one line."""
 
 import json
 import os
@@ -48,10 +48,10 @@ def test_a_model_on_the_meta_device_is_filled(folder):
     fill(model, tensors)
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, expected[name])
-        parameter.data.zero_()  # its own memory
+        parameter.data.zero_()  # the parameter must not share the file's memory
         assert torch.equal(tensors[name], expected[name])
     opened = open_published(folder, published.FAMILIES)
-    fill(model, opened.tensors(published.shapes()))  # memory that is there
+    fill(model, opened.tensors(published.shapes()))  # into allocated memory
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
     model = published.network()
     fill(model, opened.tensors(published.shapes()), dtype=torch.float32)
@@ -61,7 +61,7 @@ def test_a_model_on_the_meta_device_is_filled(folder):
         fill(model, opened.tensors(published.shapes()))
 
 
-@pytest.mark.parametrize("size", [2, 48, 1 << 20])  # of a buffer in bytes: one element, a few, everything
+@pytest.mark.parametrize("size", [2, 48, 1 << 20])  # buffer size in bytes: one element, a few, everything
 def test_pieces_through_the_buffers_are_the_tensor(folder, size):
     tensors = open_published(folder, published.FAMILIES).tensors(published.shapes())
     reader = DeviceReader(tensors, "cpu", otherwise=lambda name, shard: torch.full(shard.shape, 7.0), buffer_bytes=size)
@@ -339,7 +339,7 @@ def test_no_more_memory_than_the_shards_and_no_more_of_the_files_than_the_rank_n
     size, above, at_first, mapped, whole = map(int, done.stdout.split())
     assert whole > 150e6
     assert abs(size / (1 if ranks == 1 else 2) - whole / ranks) < 1e5  # the rank's copies are in fp32
-    assert above < 50 << 20  # the largest shard that is made of several pieces, and its copy in fp32
+    assert above < 50 << 20  # the largest shard made from several pieces, and its fp32 copy
     assert at_first < 2 << 20
-    # A fault maps up to 2 MiB around it, at either end of a range; there are 10 large tensors.
+    # A page fault maps up to 2 MiB at either end of a range, and there are 10 large tensors.
     assert mapped < whole / ranks + 10 * (4 << 20)

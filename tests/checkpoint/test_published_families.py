@@ -1,4 +1,4 @@
-"""Public models' folders as diffusers writes them: read into our networks, exported, and loaded by diffusers again."""
+"""Public models' folders written by diffusers are read, exported, and loaded by diffusers again."""
 
 import json
 

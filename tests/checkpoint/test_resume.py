@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never stopped: bit for bit, or within rounding where something has changed."""
+"""A resumed run equals an uninterrupted one bit for bit, or within rounding if its setup has changed."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tests.encoders.test_vae import small_vae
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
 
-# Everything random is at work: label drop (on by default), flips, the VAE's sampling, shuffling; 4 is mid-epoch.
+# All randomness is in use: label drop (the default), flips, VAE sampling and shuffling. Step 4 is in mid-epoch.
 ARGV = "--model DiT-Ti/2 --image_size 16 --random_flip --num_workers 0 --log_every 1 --lr 3e-4".split()
 ARGV += (
     "--sample_steps 2 --sample_cfg_scale 1 --sample_every 0 --warmup_steps 3 --ema_decay 0.9 0.99 --ema_warmup".split()
@@ -53,7 +53,7 @@ def losses(outputs: Path) -> dict[int, float]:
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    """Two checkpoints of the same kind and number of ranks hold the same tensors, to the bit."""
+    """Check that two checkpoints of the same kind and number of ranks hold bitwise equal tensors."""
     files = sorted(path.name for path in one.glob("*.safetensors"))
     assert files == sorted(path.name for path in other.glob("*.safetensors"))
     if (one / "model.shards.json").is_file():
@@ -90,7 +90,7 @@ def test_every_plugin_resumes_bit_for_bit(tmp_path, vae):
 
 
 def test_ddp_on_four_ranks_resumes_bit_for_bit(tmp_path, vae):
-    """Two ranks can't show it: with more, the order of a sum over ranks depends on the layout of torch's buckets."""
+    """With more than two ranks, the order of a sum depends on the layout of torch's buckets."""
     argv = [*ARGV, "--vae", vae, "--batch_size", "2", *SETTINGS["ddp-fp32"]]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_ranks(
@@ -114,7 +114,7 @@ def test_another_world_batch_split_or_plugin_goes_on_within_rounding(tmp_path, v
     run_ranks(2, trainings, [[*fp32, "--batch_size", "4", "--outputs", str(tmp_path / "whole")]])
     whole = losses(tmp_path / "whole")
     source = run_of(tmp_path / "whole") / "checkpoints" / f"step_{HALF:07d}"
-    changed = {  # world: (batch size, micro-batches, plugin, other flags)
+    changed = {  # world -> (batch size, micro-batches, plugin, other flags)
         1: [(8, 1, "zero2", fp32), (4, 2, "fsdp", fp32)],
         2: [(1, 4, "zero2", fp32), (4, 1, "gemini", [*common, "--mixed_precision", "bf16"])],
         4: [(2, 1, "zero2", fp32), (1, 2, "ddp", fp32), (2, 1, "fsdp", [*fp32, "--data_parallel_replicate", "2"])],
@@ -133,8 +133,8 @@ def test_another_world_batch_split_or_plugin_goes_on_within_rounding(tmp_path, v
         for _, _, plugin, _ in splits:
             curve = losses(tmp_path / f"{world}-{plugin}")
             assert list(curve) == list(range(HALF + 1, WHOLE + 1))
-            # The same samples, noise and state, summed in another order: 1e-5 in fp32. bf16 rounds weights and
-            # activations to 2^-9 each; on the mean of a batch that leaves 1e-2 at most.
+            # The same samples, noise and state are summed in another order: 1e-5 in fp32. bf16 rounds weights and
+            # activations by up to 2^-9, which changes the mean over a batch by at most 1e-2.
             bound = 1e-2 if plugin == "gemini" else 1e-5
             worst = off_by(curve.values(), [whole[step] for step in curve])
             assert worst < bound, (world, plugin, worst)
@@ -166,7 +166,7 @@ def test_muon_resumes_bit_for_bit_and_on_other_ranks_within_rounding(tmp_path, c
     shutil.copytree(source, alone / "000-DiT-Ti-2/checkpoints" / source.name)
     train.main([*one, "--max_steps", "4", "--outputs", str(alone), "--load", "latest"])
     assert losses(alone) == pytest.approx({step: losses(whole)[step] for step in (3, 4)}, rel=1e-4)
-    with pytest.raises(SystemExit):  # without second moments AdamW can't go on
+    with pytest.raises(SystemExit):  # AdamW needs second moments
         train.main([*ARGV, "--vae", "none", "--outputs", str(alone), "--load", str(source)])
     assert "which Muon has stepped; give --optimizer muon" in capfd.readouterr().err
 
@@ -189,7 +189,7 @@ def test_moments_in_8_bits_resume_bit_for_bit_and_on_other_ranks_within_rounding
     assert_same_bits(run_of(whole) / "checkpoints/latest", run_of(parts) / "checkpoints/latest")
     source = run_of(whole) / "checkpoints/step_0000002"
     one = ["--batch_size", "4", "--grad_accumulation", "2", "--checkpoint_format", "whole", "--max_steps", "4"]
-    for name, more in (("alone", ["--plugin", "ddp"]), ("exact", ["--optimizer", "adamw"])):  # which can go on with it
+    for name, more in (("alone", ["--plugin", "ddp"]), ("exact", ["--optimizer", "adamw"])):  # both can resume it
         shutil.copytree(source, tmp_path / name / "000-DiT-Ti-2/checkpoints" / source.name)
         train.main([*common, *one, *more, "--outputs", str(tmp_path / name), "--load", "latest"])
         assert losses(tmp_path / name) == pytest.approx({step: losses(whole)[step] for step in (3, 4)}, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The numbers of runs: beyond 999, and of runs that start at the same moment."""
+"""Run numbers beyond 999, and those of runs that start at the same moment."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

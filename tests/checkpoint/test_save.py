@@ -1,4 +1,4 @@
-"""A checkpoint gets its place as a whole, whatever damage is there; and the buffer that a save copies to."""
+"""A finished checkpoint replaces whatever is in its place; and the buffer that a save copies to."""
 
 import errno
 import os
@@ -58,7 +58,7 @@ def test_tidy_keeps_the_one_in_use_and_a_cut_off_deletion_ends(tmp_path):
 
 
 def test_many_copies_from_host_memory_are_whole_when_they_were_waited_for(monkeypatch):
-    """Copy as for a GPU, which is never asked: more tensors than threads, some of them empty, some large."""
+    """Copy as for a GPU, without using one; there are more tensors than threads, some empty and some large."""
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
     tensors = [torch.randn(size, 3) for size in (1, 0, 70_000, 5, 100_000, 3) * (THREADS + 1)]

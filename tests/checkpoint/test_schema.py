@@ -1,4 +1,4 @@
-"""Schemas accept all metadata that this version and earlier ones write, and refuse what can't be meant."""
+"""Schemas accept all metadata from this and earlier versions, and refuse impossible values."""
 
 import copy
 import dataclasses
@@ -91,7 +91,7 @@ def test_what_can_not_be_is_refused_in_one_line_that_names_the_field(path, value
     message = str(refusal.value)
     assert message.startswith("/w/ema.safetensors: ") and "\n" not in message and len(message) < 400
     field = path.split(".")[-1]
-    # (Some are told of by the check that needs them, in a flag's words.)
+    # Some are reported by the check that needs them, in the words of a flag.
     others = ("does not divide", "conditioned on", "--flow_times")
     assert field in message or any(words in message for words in others), message
 

@@ -1,4 +1,4 @@
-"""Checkpoints of shards that are damaged, swapped, killed or forged: named in one line, and the one before is found."""
+"""Damaged, swapped, incomplete or forged sharded checkpoints are refused in one line, and the previous one is found."""
 
 import copy
 import json
@@ -53,7 +53,7 @@ def two_steps(mesh: Mesh, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
-    """A run with sharded checkpoints of steps 5 and 6, each written by two ranks."""
+    """Return a run with sharded checkpoints of steps 5 and 6 from two ranks."""
     folder = tmp_path_factory.mktemp("two") / "000-DiT-Ti-2"
     run_ranks(2, two_steps, folder)
     return folder
@@ -69,7 +69,8 @@ def found(run: Path, which: str = "") -> Path:
 
 
 def refused(run: Path, file: Path) -> None:
-    """The newest checkpoint is refused in one line that names the file, and the one before is found and named."""
+    """Check that the newest checkpoint is refused in one line that names ``file``, and that the previous one is
+    found."""
     checkpoints = run / "checkpoints"
     newest, before = checkpoints / "step_0000006", checkpoints / "step_0000005"
     with pytest.raises(ValueError) as refusal:
@@ -87,7 +88,7 @@ def refused(run: Path, file: Path) -> None:
 
 
 def reseal(folder: Path) -> None:
-    """A manifest that fits the files as they are: what whoever changes a file on purpose would write."""
+    """Write a manifest that matches the changed files, like somebody who changes them on purpose."""
     from opendit.common.utils import sha256_of
 
     names = read_manifest(folder)
@@ -104,7 +105,7 @@ def test_both_are_intact_and_found(run):
 def test_every_file_truncated_flipped_missing_or_of_another_step(run, some):
     newest, before = run / "checkpoints" / "step_0000006", run / "checkpoints" / "step_0000005"
     names = sorted(path.name for path in newest.iterdir())
-    assert len(names) == 2 + len(SETS) * 3  # manifest, state; an index and two shards each
+    assert len(names) == 2 + len(SETS) * 3  # the manifest, the state, and for each set an index and two shards
     for name in (name for name in names if name.startswith(some)):
         path = newest / name
         content = path.read_bytes()
@@ -129,7 +130,7 @@ def test_a_shard_of_another_step_or_set_is_named_even_under_a_manifest_that_fits
         reseal(newest)
         refused(run, newest / name)
     (newest / name).write_bytes(content)
-    for which in ("ema", "exp_avg_sq"):  # index and shards of another step, all of a set
+    for which in ("ema", "exp_avg_sq"):  # a set's index and shards from another step
         kept = {path.name: path.read_bytes() for path in newest.glob(f"{which}[-.]*")}
         for path in before.glob(f"{which}[-.]*"):
             shutil.copy(path, newest)
@@ -200,7 +201,7 @@ def test_values_that_are_not_finite_stop_every_rank(run):
     newest = run / "checkpoints" / "step_0000006"
     shard = newest / "exp_avg-shard-00001-of-00002.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(shard).items()}
-    tensors["blocks.1.mlp.fc2.weight"].view(-1)[-1] = float("nan")  # of rank 1's part
+    tensors["blocks.1.mlp.fc2.weight"].view(-1)[-1] = float("nan")  # in rank 1's part
     with safe_open(shard, "pt") as file:
         metadata = file.metadata()
     write_tensors(shard, tensors, metadata)
@@ -253,11 +254,11 @@ def test_a_changed_index_is_refused_or_still_a_cover(case, data):
     edges += [(entry["shape"], i) for i in range(len(entry["shape"]))]
     inner, place = data.draw(st.sampled_from(edges)) if edges else (entry, "dtype")
     new = data.draw(st.sampled_from([None, -1, 0, 1, 2, 7, 2**40, 2**62, 1.0, "0", [], True]))
-    assert index_from(checked(copy.deepcopy(value), INDEX_FILE, "i"))  # before the change it is one
+    assert index_from(checked(copy.deepcopy(value), INDEX_FILE, "i"))  # it is valid before the change
     inner[place] = new
     try:
         index = index_from(checked(value, INDEX_FILE, "i"))
-        if sum(index.bytes_in().values()) > 4 * 10**4:  # more than any file here has: refused before it is counted
+        if sum(index.bytes_in().values()) > 4 * 10**4:  # refused before counting: no file is this large
             raise ValueError("the files are smaller")
         index.check_cover()
     except ValueError:
@@ -299,13 +300,13 @@ def test_only_the_files_that_are_needed_are_opened(run, monkeypatch):
 
     monkeypatch.setattr(tensor_set, "open_safetensors", open_file)
     tensors = open_set(step / "model.shards.json")
-    rows = Shard((10, whole.shape[1]), ((0, ((10, 20),)),))  # of the first half: rank 0's
+    rows = Shard((10, whole.shape[1]), ((0, ((10, 20),)),))  # rows from rank 0's half
     assert torch.equal(tensors.read("blocks.0.mlp.fc1.weight", rows), whole[10:20])
     assert opened == ["model-shard-00000-of-00002.safetensors"]
 
 
 def test_an_index_of_files_that_are_too_small_is_refused_before_anything_is_counted(run):
-    """Runs of columns take memory for each row: not for rows that no file can hold."""
+    """Column runs need memory for each row, so rows that no file can hold must be refused first."""
     folder = run / "checkpoints" / "step_0000006"
     (folder / "manifest.json").unlink()
     shards = {
@@ -331,14 +332,14 @@ def save_for_ever(rank: int, port: int, folder: Path) -> None:
     info = {"model": MODEL, "config": engine.module.config.to_dict()}
     checkpoints = Checkpoints(folder / "checkpoints", engine, ema, info, sharded=True, keep=3)
     for step in range(1, 10_000):
-        for name in engine.shapes:  # every number tells its step
+        for name in engine.shapes:  # every number equals the step
             engine.load_master(name, torch.full(engine.shapes[name], float(step)))
         checkpoints.save(counters(step))
 
 
 @pytest.mark.timeout(600)
 def test_ten_kills_leave_the_checkpoint_before_or_the_new_one(tmp_path):
-    """Two ranks save again and again and die at random moments, inside a save most of the time."""
+    """Two ranks save repeatedly and are killed at random moments, mostly during a save."""
     rng, inside, checkpoints = random.Random(0), 0, tmp_path / "run" / "checkpoints"
     for kill in range(10):
         port = free_port()

@@ -1,4 +1,4 @@
-"""Checkpoints of shards: what every layout writes is what every layout reads, bit for bit, and nothing more is held."""
+"""Every layout can read every other layout's sharded checkpoints bit for bit, without holding more memory."""
 
 import functools
 import importlib
@@ -25,22 +25,22 @@ from opendit.parallel.mesh import Mesh, init_mesh
 from tests.ranks import run_ranks
 
 MODEL = "DiT-Ti/2"
-# 6 + 1 rows of labels: uneven among 2 and 4 ranks.
+# The label table's 7 rows are uneven among 2 and 4 ranks.
 CONFIG = replace(model_config(MODEL, input_size=(8, 8), in_channels=3, num_classes=6), depth=2)
-PLUGINS = ("zero2", "ddp", "gemini", "fsdp", "hsdp")  # hsdp: fsdp with two copies of the model
+PLUGINS = ("zero2", "ddp", "gemini", "fsdp", "hsdp")  # hsdp is fsdp with two replicas
 SETS = ("model", "ema", "ema_0.5", *MOMENTS)
 Expected = dict[str, dict[str, torch.Tensor]]
 
 
 def expected_state() -> Expected:
-    """Return the contents of every set of tensors: random numbers, so that no two places hold the same."""
+    """Return random contents for every set of tensors, so that no two elements are equal."""
     torch.manual_seed(3)
     return {which: {name: torch.randn(p.shape) for name, p in build_model(CONFIG).named_parameters()} for which in SETS}
 
 
 def engine_with(mesh: Mesh, plugin: str, state: Expected | None) -> tuple[Engine, EMA]:
-    """An engine and its averages, in the state given or as they are made."""
-    torch.manual_seed(mesh.world_size)  # another initialisation than the one that was saved
+    """Return an engine and its averages, with the given state or a fresh one."""
+    torch.manual_seed(mesh.world_size)  # an initialisation that differs from the saved state
     if plugin == "hsdp":
         mesh, plugin = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=min(2, mesh.world_size))), "fsdp"
     engine = build_engine(build_model(CONFIG), mesh, plugin=plugin, precision="bf16")
@@ -71,7 +71,7 @@ def save(mesh: Mesh, folder: Path, plugin: str, sharded: bool, state: Expected, 
 
 
 def loaded(checkpoint: Path, engine: Engine, ema: EMA) -> Expected:
-    """Every set of tensors, gathered, of an engine that has loaded a checkpoint; what it had before is overwritten."""
+    """Overwrite an engine's state, load a checkpoint, and return every gathered set of tensors."""
     for name in engine.shapes:
         engine.load_master(name, torch.full(engine.shapes[name], -1.0))
         engine.load_moments(name, dict.fromkeys(MOMENTS, torch.full(engine.shapes[name], -1.0)), step=1)
@@ -94,7 +94,7 @@ def assert_same(one: Expected, other: Expected, where: object) -> None:
 
 
 def save_all(mesh: Mesh, folder: Path) -> None:
-    """A checkpoint of every plugin and kind; what a save holds of host memory is what a rank has of the state."""
+    """Save a checkpoint with every plugin and format; a save may hold only as much host memory as a rank's state."""
     state = expected_state()
     for plugin in PLUGINS:
         for sharded in (True, False)[: 1 + (plugin == "zero2")]:
@@ -103,14 +103,14 @@ def save_all(mesh: Mesh, folder: Path) -> None:
             if sharded:
                 local = sum(made.engine.layout.local(n).numel for n in made.engine.shapes)
                 assert made.host_bytes <= 4 * len(SETS) * local * 1.1
-                # What several ranks hold (copies of the model, what Gemini keeps whole) is divided among them.
+                # State that several ranks hold is divided among them.
                 total = sum(math.prod(shape) for shape in made.engine.shapes.values())
                 held = torch.tensor(made.host_bytes)
                 assert int(mesh.sum(held)) == 4 * len(SETS) * total
 
 
 def load_all(mesh: Mesh, checkpoints: list[Path]) -> None:
-    """Every plugin reads what every plugin and number of ranks has written: all pairs of them, not all combinations."""
+    """Every plugin reads checkpoints of every plugin and number of ranks, though not every combination."""
     state = expected_state()
     for number, plugin in enumerate(PLUGINS):
         engine, ema = engine_with(mesh, plugin, None)
@@ -120,8 +120,7 @@ def load_all(mesh: Mesh, checkpoints: list[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Callable[[int], Path]:
-    """Return what gives a folder with checkpoints of one state by 1, 2 or 4 ranks and every plugin, and of whole
-    tensors."""
+    """Return a function that returns a folder with 1, 2 or 4 ranks' checkpoints of one state, sharded and whole."""
 
     @functools.cache
     def by(world: int) -> Path:
@@ -154,7 +153,7 @@ def test_its_tensors_are_those_of_the_whole_kind_and_every_reader_takes_them(wri
                     for name, tensor in state[which].items():
                         assert torch.equal(tensors[name], tensor)
                     whole = folder / f"zero2-{world}-whole" / "checkpoints" / "step_0000005"
-                    if which not in MOMENTS:  # position tables too
+                    if which not in MOMENTS:  # with position tables
                         stored = load_file(whole / f"{which}.safetensors")
                         assert stored.keys() == set(tensors)
                         assert all(torch.equal(tensors[name], stored[name]) for name in stored)
@@ -180,8 +179,8 @@ def test_nothing_is_written_twice(written):
 
 
 def peaks(mesh: Mesh, folder: Path) -> tuple[int, float, float]:
-    """(bytes that this rank has of the state, by how much a save and a load raise the process's memory at most)."""
-    importlib.import_module("opendit.checkpoint.schema")  # which a load imports, with pydantic
+    """Return the bytes of this rank's state, and the growth in peak memory during a save and a load."""
+    importlib.import_module("opendit.checkpoint.schema")  # a load imports it, with pydantic
     config = replace(CONFIG, hidden_size=384, num_heads=6, depth=5)
     engine = build_engine(build_model(config), mesh, plugin="fsdp", precision="bf16")
     ema = EMA(engine, [0.9, 0.5])
@@ -190,9 +189,9 @@ def peaks(mesh: Mesh, folder: Path) -> tuple[int, float, float]:
     local = 4 * len(SETS) * sum(engine.layout.local(name).numel for name in engine.shapes)
 
     def peak_of(work: Callable) -> int:
-        """Growth of resident memory at its highest, mapped files included."""
+        """Return the peak growth of resident memory, including mapped files."""
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         work()
         return resident("VmHWM") - before
 
@@ -214,7 +213,7 @@ def resident(field: str) -> int:
 
 
 def test_a_save_and_a_load_take_no_more_host_memory_than_a_rank_has_of_the_state(tmp_path):
-    # Blocks of the four files whose checksums are made at a time, one parameter's shards, and what is imported late.
+    # Blocks of the four files that are hashed at a time, one parameter's shards, and late imports.
     more = 48 << 20
     for local, save_peak, load_peak in run_ranks(2, peaks, tmp_path):
         assert local > 100 << 20

@@ -1,4 +1,5 @@
-"""sample.py, train.py and the export given files from strangers: one line that names the file, and nothing is run."""
+"""sample.py, train.py and the export refuse untrusted files in one line that names the file, and run no code from
+them."""
 
 import json
 import os
@@ -27,7 +28,7 @@ DRAW = "--num_samples 1 --num_sampling_steps 2 --cfg_scale 1 --no_save_png".spli
 
 
 def write(path, *, info=None, text=None, changes=None, **config):
-    """A DiT-Ti/2's weights with metadata; ``changes`` to its tensors."""
+    """Write a DiT-Ti/2's weights with metadata; ``changes`` replaces tensors."""
     condition = {"text": text} if text else {"num_classes": 3}
     config = model_config("DiT-Ti/2", **{**SIZES, **condition, **config})
     state = randomised(build_model(config)).state_dict()
@@ -38,7 +39,7 @@ def write(path, *, info=None, text=None, changes=None, **config):
 
 
 def refused(main, argv, capsys, code=2) -> str:
-    """The one line that a program ends with."""
+    """Return the one line with which a program ends."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main([str(word) for word in argv])
@@ -62,7 +63,7 @@ def test_a_vae_that_only_the_metadata_names_is_not_loaded(tmp_path, no_ranks, ca
     with monkeypatch.context() as patch:
         patch.setattr("opendit.sampling.model_loading.codec_geometry", lambda *_: pytest.fail("looked at"))
         assert draw(ckpt, tmp_path, capsys).endswith(f"if you trust it, add --vae '{vae}'")
-    both = write(tmp_path / "both.safetensors", info={"vae": "a", "text_encoder": "b c"})  # named in one go
+    both = write(tmp_path / "both.safetensors", info={"vae": "a", "text_encoder": "b c"})  # both names in one message
     assert draw(both, tmp_path, capsys).endswith("if you trust it, add --vae a --text_encoder 'b c'")
     with pytest.raises(ValueError, match="if you trust it, add vae='a', text_encoder='b c'$"):
         opendit.load(both)
@@ -309,7 +310,7 @@ def test_archives_that_unpack_to_more_than_they_are(tmp_path, no_ranks, capsys):
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry))
     assert "is a compressed archive" in draw(bomb, tmp_path, capsys, "--model", "DiT-Ti/2")
-    cut = tmp_path / "cut.pt"  # the pickle says more than its storages have
+    cut = tmp_path / "cut.pt"  # the pickle claims more than its storages hold
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(cut, "w", zipfile.ZIP_STORED) as target:
         for entry in source.infolist():
             content = source.read(entry)
@@ -317,4 +318,4 @@ def test_archives_that_unpack_to_more_than_they_are(tmp_path, no_ranks, capsys):
     assert f"{cut} is no .pt file of weights, or is damaged" in draw(cut, tmp_path, capsys, "--model", "DiT-Ti/2")
     old = tmp_path / "old.pt"
     torch.save(meta_state(), old, _use_new_zipfile_serialization=False)
-    assert load_pretrained(old, "DiT-Ti/2")[0].config.num_classes == 3  # the format of before torch 1.6 is read too
+    assert load_pretrained(old, "DiT-Ti/2")[0].config.num_classes == 3  # the format before torch 1.6 is read too

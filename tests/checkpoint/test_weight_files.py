@@ -1,4 +1,4 @@
-"""Weights in several files, as transformers and diffusers write them: what is exported, and what reads it."""
+"""Weights in several files, as transformers and diffusers write them: the export and its readers."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.checkpoint.test_checkpoint import ARGV, run_to
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, module_no_ranks) -> Path:
-    """A run whose checkpoints are of shards."""
+    """Return a run with sharded checkpoints."""
     outputs = tmp_path_factory.mktemp("run")
     run_to(outputs, 2, "--checkpoint_format", "sharded")
     return outputs / "000-DiT-Ti-2"
@@ -67,7 +67,7 @@ def test_a_run_of_shards_becomes_one_file_or_several_and_all_are_read(run, tmp_p
         assert torch.equal(merged[name], tensor) and torch.equal(load_file(one)[name], tensor)
         assert name in load_file(parts.with_name(found["weight_map"][name]))
     assert all(parts.with_name(file).stat().st_size < 2e6 + 20_000 for file in files)
-    # The folder, its index, the one file, the run and the index of its shards are one model.
+    # The folder, its index, the single file, the run and its shards' index are the same model.
     pictures = [drawn(tmp_path, path) for path in (parts.parent, index, one, run, find_weights(run))]
     assert all(np.array_equal(pictures[0], other) for other in pictures)
     assert read_config(index) == read_config(one) == read_config(find_weights(run))

@@ -1,4 +1,4 @@
-"""Tests of models that are named by their Hugging Face repository, with a fake hub and the real layout of its cache."""
+"""Models named by their Hugging Face repository, with a fake hub and the cache's real layout."""
 
 import hashlib
 import shutil
@@ -43,7 +43,7 @@ def failing(kind: type, status: int = 404):
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """Replace the hub by a repository with :data:`FILES` at two commits. Return the list of network calls."""
+    """Replace the hub by a repository with :data:`FILES` at two commits; return the list of network calls."""
     asked: list[tuple[str, str | None]] = []
     cache = tmp_path / "hub"
 

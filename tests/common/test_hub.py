@@ -1,5 +1,5 @@
-"""Runs hub_cases.py in a process of its own. In one whole run of the suite its downloads by the stand-in failed after
-other tests of the same process, for a reason that was not found."""
+"""Runs hub_cases.py in a separate process: in a run of the full suite its fake downloads once failed after other
+tests, for an unknown reason."""
 
 import subprocess
 import sys

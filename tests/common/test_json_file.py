@@ -1,4 +1,4 @@
-"""Strict JSON, and the base of the models that check it: each type at its edges, and errors of one line."""
+"""Strict JSON and the models that check it: the edges of each type, and one-line errors."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "no", 100)
     with open(tmp_path / "huge", "wb") as file:
-        file.truncate(1 << 40)  # a hole
+        file.truncate(1 << 40)  # a sparse file
     with pytest.raises(ValueError, match="at most"):
         read_json(tmp_path / "huge", 1 << 20)
     assert time.monotonic() - started < 5
@@ -145,7 +145,7 @@ def test_the_place_is_named_down_to_the_value(value, says):
     ],
 )
 def test_a_million_wrong_values_are_told_of_at_once(kind: Any, make: Callable[[], Any]):
-    value = make()  # here, or every process that collects the tests would hold them all
+    value = make()  # made here, because every process that collects the tests would hold it
     started = time.process_time()
     with pytest.raises(ValueError, match="^F: "):
         checked(value, FileKind(kind, 1), "F")

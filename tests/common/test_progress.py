@@ -1,4 +1,4 @@
-"""Progress is a bar on a terminal, and a line now and then elsewhere."""
+"""Progress is a bar on a terminal and an occasional line elsewhere."""
 
 import io
 import sys
@@ -23,7 +23,7 @@ def test_a_file_gets_a_line_every_half_minute(clock, capsys):
             bar.figures({"loss": f"{step}"})
             bar.update()
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4 and "\r" not in "".join(lines)  # 120 s: three lines on the way, and the last
+    assert len(lines) == 4 and "\r" not in "".join(lines)  # 120 s: three lines on the way, and the last one
     assert lines[0].startswith("training: 5,501/10,000 steps (55.0%), 50.0") and lines[0].endswith("left, loss 1500")
     assert "01:29 left" in lines[0] and lines[-1].startswith("training: 10,000/10,000 steps (100.0%), 50.0")
 

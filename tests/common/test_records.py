@@ -1,4 +1,4 @@
-"""Files that grow record by record on a disk that is full, read-only, without inodes, and good again."""
+"""Files that grow by records on a disk that is full, read-only, without inodes, and then works again."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def limit_size():
-    """A function that sets how large a file may become: a real write fails in the middle of a record."""
+    """Return a function that limits file sizes, so that a real write fails in the middle of a record."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -47,7 +47,7 @@ def test_records_that_failed_follow_in_order_and_none_is_cut(tmp_path, limit_siz
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.sampled_from("ok write part truncate".split()))))
 @settings(max_examples=200)
 def test_whatever_fails_whole_records_stand_in_order(steps):
-    """A file in memory stands for the disk; ``truncate``: it takes a part of the record and can't be shortened."""
+    """An in-memory file replaces the disk; with ``truncate`` it takes half of the record and can't be shortened."""
     disk, how = bytearray(), ["ok"]
 
     class System:
@@ -115,7 +115,7 @@ def test_failures_are_told_once_a_kind_and_counted(caplog):
     with failures.survive("samples"):
         raise PermissionError(errno.EACCES, "Permission denied")
     with pytest.raises(ZeroDivisionError), failures.survive("samples"):
-        raise ZeroDivisionError  # a mistake is not a disk's
+        raise ZeroDivisionError  # a programming error is not caught
     assert failures.count == 4 and failures.describe() == "log 3 times, samples once"
     said = caplog.messages
     assert len(said) == 3 and said[0].startswith("step 0: log NOT WRITTEN, [Errno 28]") and "/x/log.jsonl" in said[0]
@@ -141,7 +141,7 @@ def test_tensorboard_reads_what_the_board_writes(tmp_path, limit_size):
         assert board.complete
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(step, step / 8) for step in range(1, 7)]
-    assert [e.value for e in events.Scalars("lr")] == [0, 0, 0, 1, 1, 1]  # the second start's hide the first one's
+    assert [e.value for e in events.Scalars("lr")] == [0, 0, 0, 1, 1, 1]  # the second board's values hide the first's
     (picture,) = events.Images("samples")
     assert (picture.width, picture.height) == (7, 5)
     assert picture.encoded_image_string == (tmp_path / "picture.png").read_bytes()
@@ -177,7 +177,7 @@ cp -a $run {told}/run
 
 
 def test_a_disk_that_takes_nothing_more_ends_no_run(tmp_path, no_ranks):
-    """A run is under way when its disk becomes read-only; then it gets a SIGTERM."""
+    """A run's disk becomes read-only during the run, which then gets a SIGTERM."""
     disk, told = tmp_path / "disk", tmp_path / "told"
     disk.mkdir()
     told.mkdir()
@@ -188,7 +188,7 @@ def test_a_disk_that_takes_nothing_more_ends_no_run(tmp_path, no_ranks):
     if not (told / "code").exists():
         pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
     said = (told / "said").read_text()
-    code = (told / "code").read_text()  # 1, or how the process was ended after it had said so
+    code = (told / "code").read_text()  # 1, or the signal that killed the process after its message
     assert code == "1\n" and "the exit code is 1" in said and "Traceback" not in said, (code, said)
     assert said.count("samples NOT WRITTEN, [Errno") == 1 and "NOT SAVED, rank 0" in said, said
     end = said.split("\nStopped: step ")[1]

@@ -1,4 +1,4 @@
-"""Writing below a folder that may be a stranger's: no link is followed, at whatever moment it is put there."""
+"""Writing below an untrusted folder follows no symbolic link, even if the link appears at the last moment."""
 
 import errno
 import os
@@ -106,7 +106,7 @@ def test_deleting_and_renaming_take_the_link_and_not_what_it_leads_to(tmp_path, 
         (run / name).symlink_to(outside / target)
         touch(run / name)
         rename(run / name, run / "other")
-        with pytest.raises(LinkRefused):  # it would be gone, and with it what its owner meant by it
+        with pytest.raises(LinkRefused):  # the link would be lost
             rename(run / "other", run / "other")
         with pytest.raises(OSError):
             remove_folder(run / "other")
@@ -115,7 +115,7 @@ def test_deleting_and_renaming_take_the_link_and_not_what_it_leads_to(tmp_path, 
     (run / "kept" / "link").symlink_to(outside)
     remove_tree(run / "kept")
     (run / "linked").symlink_to(outside)
-    remove_tree(run / "linked" / "deep", root=run)  # what can't be deleted is left
+    remove_tree(run / "linked" / "deep", root=run)  # what can't be deleted stays
     for delete in (remove, remove_folder):
         with pytest.raises(LinkRefused):
             delete(run / "linked" / "file", root=run)
@@ -130,7 +130,7 @@ def test_what_is_left_under_the_new_files_name_is_no_way_out(tmp_path, outside):
         write(tmp_path / "log.jsonl", None)
     assert new.is_symlink()  # it is not ours
     new.unlink()
-    os.link(outside / "file", new)  # a hard link is removed, and a new file made
+    os.link(outside / "file", new)  # a hard link is removed, and a new file is made
     os.utime(outside / "file", ns=(10**18, 10**18))
     write(tmp_path / "log.jsonl", None)
     assert (tmp_path / "log.jsonl").read_bytes() == b"new" and not new.exists()
@@ -157,7 +157,7 @@ def test_a_pipe_is_refused_at_once(writer, tmp_path):
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("swapped", ["sub", "sub/name"])
 def test_a_link_that_is_put_there_at_the_last_moment_is_refused(writer, swapped, tmp_path, outside, monkeypatch):
-    """Right before each system call in turn, what it opens or replaces is swapped for a link."""
+    """Right before each system call in turn, its file or folder is swapped for a link."""
     for moment in range(12):
         run = tmp_path / f"run{moment}"
         (run / "sub").mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_a_link_that_is_put_there_at_the_last_moment_is_refused(writer, swapped,
                 writer(run / "sub" / "name", run)
             except (LinkRefused, FileNotFoundError, NotADirectoryError):
                 pass
-    assert (outside / "file").read_text() == "precious"  # and the fixture looks at the rest
+    assert (outside / "file").read_text() == "precious"  # the fixture checks the rest
 
 
 def test_messages_are_one_line_whatever_the_names(tmp_path):

@@ -1,4 +1,4 @@
-"""The stages of a process's start add up to its age; work beside them is listed apart."""
+"""The stages of a process's start add up to its age; parallel work is listed separately."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from opendit.common.stages import Background, Stages, process_seconds
 
 
 class Clock:
-    """Stands for ``time``: it goes on when it is told to."""
+    """Replaces ``time``; only the tests advance it."""
 
     def __init__(self):
         self.now = 100.0
@@ -31,7 +31,7 @@ def clock(monkeypatch) -> Clock:
 
 def test_stages_add_up_to_the_age_of_the_process(clock):
     stages, waited = Stages("start"), []
-    stages.wait = lambda: waited.append(setattr(clock, "now", clock.now + 0.5))  # half a second for the accelerator
+    stages.wait = lambda: waited.append(setattr(clock, "now", clock.now + 0.5))  # the accelerator takes half a second
     clock.now += 1
     with stages("outer"):
         clock.now += 2
@@ -42,7 +42,7 @@ def test_stages_add_up_to_the_age_of_the_process(clock):
             raise ValueError
     stages.mark("a picture")
     clock.now += 16
-    stages.mark("a picture")  # the first time counts
+    stages.mark("a picture")  # only the first time counts
     seconds = stages.seconds()
     assert seconds == {"start": 7 + 1 + 16, "outer": 2 + 8 + 0.5, "inner": 4 + 0.5 + 0.5} and len(waited) == 3
     assert sum(seconds.values()) == clock.now - 100 + 7 and list(seconds) == ["start", "outer", "inner"]
@@ -70,7 +70,7 @@ def test_the_age_of_a_process_is_the_systems(monkeypatch):
     age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert 0.3 < age < 60
     here = psutil.Process().create_time()
-    assert abs(process_seconds() - (module.time.time() - here)) < 1.5  # which psutil knows to the second
+    assert abs(process_seconds() - (module.time.time() - here)) < 1.5  # psutil knows it to the second
     monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError))
     assert 0 <= process_seconds() < module.time.time() - here + 1.5
 

@@ -1,4 +1,4 @@
-"""safetensors files under names that are not UTF-8."""
+"""safetensors files whose names are not UTF-8."""
 
 import os
 

@@ -1,5 +1,4 @@
-"""Files are written in one place: no module of the package opens, makes, renames or removes a file by itself, for
-opendit/common/safe_files.py follows no symbolic link."""
+"""Only opendit/common/safe_files.py opens, makes, renames or removes files, because it follows no symbolic links."""
 
 import ast
 from pathlib import Path
@@ -8,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SAFE = "opendit/common/safe_files.py"
-# What is called on a path or on a module of paths, whatever its name: text, folders, names, times.
+# Methods that write, on paths or on modules, whatever the object's name.
 METHODS = {"write_text", "write_bytes", "mkdir", "makedirs", "rename", "renames", "symlink", "symlink_to", "link"}
 METHODS |= {"hardlink_to", "unlink", "rmdir", "removedirs", "rmtree", "truncate", "utime", "touch", "chmod", "mkfifo"}
 METHODS |= {"copyfile", "copy2", "copytree", "save_file", "save_pretrained", "export_chrome_trace", "tofile"}
@@ -19,7 +18,7 @@ OF_MODULES |= {"np.save", "np.savez", "np.savez_compressed", "np.savetxt"}
 LAST_WORDS = {each.rpartition(".")[2] for each in OF_MODULES}
 OPENERS = {"open", "ZipFile", "fdopen", "GzipFile"}
 WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
-# (file, call) -> why it may. A call that is gone must go from here, too.
+# (file, call) -> why it is allowed. Remove an entry when its call is gone.
 ALLOWED = {
     ("opendit/config/checks.py", "mkdir"): "makes the folder that a flag names, to see whether that can be done",
     ("opendit/config/checks.py", "TemporaryFile"): "a file without a name, in the folder that a flag names",
@@ -49,7 +48,7 @@ GIVING = {"replacing", "creating", "open_to_write", "open_to_append", "path_of",
 
 
 def writes(source: str) -> set[str]:
-    """The calls in a module that write, by the name of what is called."""
+    """Return the names of the calls in a module that write."""
     tree = ast.parse(source)
     safe = {name.asname or name.name for node in ast.walk(tree) if _imports_safe(node) for name in node.names}
     given = _given(tree)
@@ -65,7 +64,7 @@ def _name(call: ast.Call) -> str:
 
 
 def _given(tree: ast.AST) -> set[str]:
-    """Variables for files that safe_files.py gave, for buffers, and for what was opened of either."""
+    """Return the variables for files from safe_files.py, for buffers, and for objects opened from either."""
     pairs = [(node.context_expr, node.optional_vars) for node in ast.walk(tree) if isinstance(node, ast.withitem)]
     pairs += [(node.value, node.targets[0]) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     several = [(value, to) for value, to in pairs if isinstance(value, ast.Tuple) and isinstance(to, ast.Tuple)]
@@ -93,7 +92,7 @@ def _writes(call: ast.Call, safe: set[str], given: set[str]) -> bool:
         return False
     if isinstance(of, ast.Name) and of.id == "safe_files":
         return False
-    dotted = ast.unparse(call.func) if name in LAST_WORDS else ""  # which takes long
+    dotted = ast.unparse(call.func) if name in LAST_WORDS else ""  # ast.unparse is slow
     to = call.args[1:2] if dotted == "torch.save" else call.args[:1]
     if (to and _is_given(to[0], given)) or (of is not None and _is_given(of, given)):
         return False
@@ -101,10 +100,10 @@ def _writes(call: ast.Call, safe: set[str], given: set[str]) -> bool:
         return True
     if name in OPENERS:
         return _opens_to_write(call)
-    if name in ("save", "savefig"):  # with a format, or options: of a picture
+    if name in ("save", "savefig"):  # pictures are saved with a format or options
         texts = [word for word in call.args[1:] if isinstance(word, ast.Constant) and isinstance(word.value, str)]
         return of is not None and bool(texts or call.keywords)
-    return name == "replace" and of is not None and len(call.args) == 1 and not call.keywords  # of a text it takes two
+    return name == "replace" and of is not None and len(call.args) == 1 and not call.keywords  # str.replace takes two
 
 
 def _opens_to_write(call: ast.Call) -> bool:

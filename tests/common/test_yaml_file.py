@@ -1,4 +1,4 @@
-"""The YAML reader: plain content as ``yaml.safe_load`` reads it; everything else one line with file and line."""
+"""The YAML reader: plain content is read like ``yaml.safe_load`` does, and everything else is refused in one line."""
 
 import os
 import time
@@ -120,7 +120,7 @@ def test_pipes_and_large_files(tmp_path):
         read_yaml(tmp_path / "large.yaml", "--data_path x", 1000)
 
 
-# PyYAML's own two parsers differ in what these line breaks become.
+# PyYAML's two parsers handle these line breaks differently.
 TEXTS = st.text(st.characters(exclude_characters="\x85\u2028\u2029", exclude_categories=("Cs",)), max_size=12)
 SCALARS = st.one_of(
     st.none(),
@@ -177,7 +177,7 @@ def test_what_was_dumped_is_what_is_read(value, flow, wide):
     ).map("".join)
 )
 def test_any_text_reads_as_safe_load_or_is_refused_in_a_line(text):
-    """Dates are texts here; nothing else that is read differs."""
+    """The only difference is that dates are read as text."""
     try:
         found = parse_yaml(text.encode(), "x.yaml")
     except ValueError as error:
@@ -188,8 +188,8 @@ def test_any_text_reads_as_safe_load_or_is_refused_in_a_line(text):
         first: [(tag, rule) for tag, rule in rules if not tag.endswith((":timestamp", ":value"))]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    loader.add_constructor("tag:yaml.org,2002:merge", lambda self, node: node.value)  # << where no key is
-    assert repr(found) == repr(yaml.load(text, loader))  # in which .nan is itself, too
+    loader.add_constructor("tag:yaml.org,2002:merge", lambda self, node: node.value)  # << that is not a key
+    assert repr(found) == repr(yaml.load(text, loader))  # .nan equals itself in a repr
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,4 +1,4 @@
-"""The states that a sampler goes through."""
+"""The states of a sampler."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from opendit.diffusion.samplers import SAMPLERS
 def sample_with_states(
     name: str, model, x: Tensor, trajectory, noise_fn=None, **options
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the result of ``sample``, and x at the beginning of every step."""
+    """Return the result of ``sample`` and the x at the beginning of every step."""
     sampler = SAMPLERS[name](model, trajectory, x, noise_fn, **options)
     state, states = sampler.init(x), []
     for i in range(sampler.steps):

@@ -1,4 +1,4 @@
-"""Training gives conditioning frames keyed by (seed, step, index), as often as was asked for."""
+"""Conditioning frames in training: keyed by (seed, step, index), with the frequencies that were asked for."""
 
 import torch
 
@@ -39,5 +39,5 @@ def test_they_depend_on_seed_step_and_index_alone():
     first = lengths(draw_conditioning_frames("random", clips, 1, 9, many))
     for other in ((2, 9, many), (1, 10, many), (1, 9, many + 64)):
         assert (lengths(draw_conditioning_frames("random", clips, *other)) != first).any()
-    times = (uniform(1, 9, many, Stream.TIMESTEP) * 32).long()  # not the numbers of another stream
+    times = (uniform(1, 9, many, Stream.TIMESTEP) * 32).long()  # not another stream's numbers
     assert (first != times).any() and draw_conditioning_frames(None, clips, 1, 9, many) is None

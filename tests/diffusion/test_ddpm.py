@@ -1,4 +1,4 @@
-"""The schedule and the hybrid loss, against derivations of their own in float64."""
+"""DDPM's schedule is compared with independent derivations in float64."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ def randn(*shape, seed=0, dtype=torch.float64):
 
 
 def bayes_posterior(betas: np.ndarray, t: int, x0, xt):
-    """Mean and variance of q(x_{t-1} | x_t, x_0) by multiplying the two Gaussians it comes from (not [H] eq. 7)."""
+    """Return the mean and variance of q(x_{t-1} | x_t, x_0) by multiplying its two Gaussians, without [H] eq. 7."""
     previous = np.prod(1 - betas[:t])
     precision = (1 - betas[t]) / betas[t] + 1 / (1 - previous)
     mean = (np.sqrt(1 - betas[t]) / betas[t] * xt + np.sqrt(previous) / (1 - previous) * x0) / precision
@@ -34,7 +34,7 @@ def test_linear_betas():
     betas = linear_betas()
     assert betas.dtype == torch.float64 and betas.shape == (1000,)
     np.testing.assert_allclose(betas.numpy(), np.linspace(1e-4, 0.02, 1000), rtol=1e-14)
-    # Any T ends at about the same noise.
+    # Every T ends at about the same noise level.
     ends = [float(torch.log(1 - linear_betas(T)).sum()) for T in (250, 1000, 4000)]
     np.testing.assert_allclose(ends, ends[1], rtol=0.03)
 
@@ -97,7 +97,7 @@ def test_posterior_at_0_is_x0_with_the_next_variance():
 
 
 def variance_of(scheduler: DDPMScheduler, t: int) -> float:
-    """Return the variance of the noise that a step of diffusers' scheduler adds; from zeros, nothing else is left."""
+    """Return the variance of the noise in a step of diffusers' scheduler, which is all that is left from zeros."""
     zeros, seed = torch.zeros(1, 4, dtype=torch.float64), torch.Generator().manual_seed(t)
     after = scheduler.step(zeros, t, zeros, generator=seed).prev_sample
     noise = torch.randn(1, 4, dtype=torch.float64, generator=seed.manual_seed(t))
@@ -135,7 +135,7 @@ def test_q_sample_moments():
 def test_any_rank_and_inverses(shape):
     x0, noise, t = randn(*shape, seed=3), randn(*shape, seed=4), torch.tensor([0, 17, 999])
     xt = SCHEDULE.q_sample(x0, t, noise)
-    for b in range(3):  # each sample by its own t
+    for b in range(3):  # each sample with its own t
         torch.testing.assert_close(SCHEDULE.q_sample(x0[b : b + 1], t[b : b + 1], noise[b : b + 1])[0], xt[b])
     torch.testing.assert_close(SCHEDULE.predict_x0(xt, t, noise), x0, rtol=0, atol=1e-4)
 
@@ -170,14 +170,14 @@ def test_tables_are_moved_once_and_survive_inference_mode():
 
 
 def test_compiles_to_one_graph():
-    """So nothing in the loss reads a value back from the device, which would break the graph."""
+    """A read from the device in the loss would break the graph."""
     schedule, x0, noise = DDPM.linear(), randn(2, 2, 4, 4, dtype=torch.float32), randn(2, 2, 4, 4, dtype=torch.float32)
     output, t = randn(2, 4, 4, 4, seed=5, dtype=torch.float32), torch.tensor([0, 9])
 
     def loss(output, x0, t, noise):
         return training_loss(schedule, output, x0, schedule.q_sample(x0, t, noise), t, noise).loss
 
-    expected = loss(output, x0, t, noise)  # also moves the tables, as the first step does
+    expected = loss(output, x0, t, noise)  # also moves the tables, like the first training step
     torch.testing.assert_close(torch.compile(loss, backend="eager", fullgraph=True)(output, x0, t, noise), expected)
 
 
@@ -187,8 +187,8 @@ def test_compiles_to_one_graph():
 def test_space_timesteps_rounds_as_guided_diffusion():
     assert space_timesteps(1000, 8) == [0, 143, 285, 428, 571, 714, 856, 999]
     assert space_timesteps(1000, 1) == [0]
-    # Every n at once. The digest is of what guided-diffusion's space_timesteps(1000, [n]) returns, sorted; 142.7 and
-    # the like are safe, but at ties its running float sum decides, e.g. for n = 21.
+    # The digest is of guided-diffusion's sorted space_timesteps(1000, [n]) for every n. Its running float sum decides
+    # ties, for example at n = 21.
     steps = [space_timesteps(1000, n) for n in range(1, 1001)]
     digest = hashlib.sha256(repr(steps).encode()).hexdigest()
     assert digest == "c6f7236b85606b3d65b8629cb3e34cd96d02669cc0e0a09a4eba87e76a6e56a9"
@@ -209,7 +209,7 @@ def test_respaced_properties(data, T):
     t = torch.arange(n)
     assert torch.equal(short.model_timesteps(t), steps)
     assert bool(torch.isfinite(short.posterior_log_variance).all())
-    # The same x_t as the full schedule at the mapped step.
+    # The x_t equals the full schedule's at the mapped timestep.
     x = torch.linspace(-1, 1, n)[:, None]
     torch.testing.assert_close(
         short.q_sample(x, t, x.flip(0)), full.q_sample(x, steps, x.flip(0)), rtol=1e-5, atol=1e-6

@@ -1,4 +1,4 @@
-"""The loss of DDPM's objective against float64: the hybrid of [N], its bins, its gradients."""
+"""The hybrid loss of DDPM's objective [N] is compared with float64: bins and gradients."""
 
 import math
 
@@ -16,7 +16,7 @@ def tanh_cdf(z):
 
 
 def reference_vb(schedule, eps, v, x0, xt, t, cdf):
-    """One sample's term of the bound, in float64 numpy: bits per dimension."""
+    """Return one sample's term of the bound in bits per dimension, in float64 numpy."""
     betas = schedule.betas.numpy()
     ac = np.prod(1 - betas[: t + 1])
     x0_hat = (xt - np.sqrt(1 - ac) * eps) / np.sqrt(ac)
@@ -36,7 +36,7 @@ def reference_vb(schedule, eps, v, x0, xt, t, cdf):
 
 
 def loss_inputs(t, channels=2, dtype=torch.float32, eps_error=0.3):
-    """A batch with a plausible model: eps near the noise, v inside its range, some pixels at the ends of theirs."""
+    """Return a batch with a plausible output: eps near the noise, v in its range, and some pixels at -1 and 1."""
     shape = (len(t), channels, 4, 4)
     x0 = randn(*shape, seed=10).clamp(-1, 1).to(dtype)
     noise = randn(*shape, seed=11).to(dtype)
@@ -56,7 +56,7 @@ def test_hybrid_loss_matches_float64():
     for i, ti in enumerate(t.tolist()):
         assert got.mse[i].item() == pytest.approx(((noise[i] - eps[i]) ** 2).mean(), rel=1e-5)
         expected = reference_vb(SCHEDULE, eps[i], v[i], x0[i], xt[i], ti, tanh_cdf)
-        # t = 1: the difference of two nearly equal float32 means, over a standard deviation of 0.007
+        # t = 1: the difference of two nearly equal float32 means, divided by a standard deviation of 0.007
         assert got.vb[i].item() == pytest.approx(expected, rel=2e-4, abs=1e-6), f"t = {ti}"
         exact = reference_vb(SCHEDULE, eps[i], v[i], x0[i], xt[i], ti, stats.norm.cdf)
         assert got.vb[i].item() == pytest.approx(exact, rel=2e-3, abs=1e-6), f"t = {ti}, the exact cdf"
@@ -81,7 +81,7 @@ def test_the_masses_of_the_256_bins_sum_to_1():
 
 
 def test_the_mass_far_from_the_mean_is_symmetric_and_not_lost():
-    """6 sigma away a bin holds 1e-9: as a difference of numbers near 1 that is 0 in float32."""
+    """At 6 sigma a bin holds 1e-9, which is 0 in float32 as a difference of numbers near 1."""
     x, log_variance = torch.tensor([0.06, -0.06]), torch.full((2,), 2 * math.log(0.01))
     nll = discretized_nll(x, torch.zeros(2), log_variance)
     assert nll[0] == nll[1]
@@ -90,7 +90,7 @@ def test_the_mass_far_from_the_mean_is_symmetric_and_not_lost():
 
 
 def test_a_perfect_model_has_no_loss():
-    """eps = noise and v = -1 make p the posterior itself."""
+    """With eps = noise and v = -1, p is the posterior."""
     x0, noise, t = randn(3, 2, 4, 4, seed=1), randn(3, 2, 4, 4, seed=2), torch.tensor([1, 400, 999])
     got = training_loss(
         SCHEDULE, torch.cat((noise, -torch.ones_like(noise)), 1), x0, SCHEDULE.q_sample(x0, t, noise), t, noise
@@ -109,7 +109,7 @@ def test_gradient_of_eps_is_that_of_the_mse_alone_and_v_learns():
     torch.testing.assert_close(gradient[:, :2], 2 * (eps - noise) / eps[0].numel(), rtol=1e-12, atol=0)
     (vb_only,) = torch.autograd.grad(got.vb.sum(), output)
     assert vb_only[:, :2].abs().max() == 0
-    # v's gradient where it is largest, against central differences of the float64 derivation above.
+    # Where v's gradient is largest, compare it with central differences of the float64 derivation.
     h = 1e-4
     for i in range(4):
         at = np.unravel_index(int(vb_only[i, 2:].abs().argmax()), v[i].shape)
@@ -125,7 +125,7 @@ def test_gradient_of_eps_is_that_of_the_mse_alone_and_v_learns():
 
 
 def test_the_best_v_is_the_one_that_explains_the_error():
-    """The bound is least, in closed form, at variance = true variance + squared error of the mean."""
+    """In closed form, the bound is least at variance = true variance + squared error of the mean."""
     t = torch.tensor([1, 2, 5])
     output, x0, xt, t, noise = loss_inputs(t, dtype=torch.float64)
     eps = output[:, :2]
@@ -160,7 +160,7 @@ def test_a_low_precision_output_gives_a_float32_loss(dtype):
 
 
 def test_a_wild_model_gives_finite_gradients():
-    """Both forms of the bound are evaluated for each sample: the one not used must not spoil the gradient."""
+    """Both forms of the bound are evaluated for each sample, so the unused one must not spoil the gradient."""
     x0, noise, t = (
         randn(4, 1, 2, 2, dtype=torch.float32),
         randn(4, 1, 2, 2, dtype=torch.float32),

@@ -1,4 +1,4 @@
-"""EDM against diffusers, the paper's formulas written out, and Gaussian data, of which everything is known."""
+"""EDM is compared with diffusers, the paper's formulas, and exact results for Gaussian data."""
 
 import math
 
@@ -16,7 +16,7 @@ from opendit.diffusion.samplers import sample
 from tests.diffusion.states import sample_with_states
 from tests.objectives import losses_of
 
-MU, S = 0.3, 0.6  # of the Gaussian data; S is not sigma_data, so that the network has something to do
+MU, S = 0.3, 0.6  # the Gaussian data; S differs from sigma_data, so that the network is not trivial
 
 
 def rows(a: Tensor, x: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def rows(a: Tensor, x: Tensor) -> Tensor:
 
 
 def paper(sigma, sigma_data):
-    """[K] table 1: c_skip, c_out, c_in, lambda."""
+    """Return [K] table 1's c_skip, c_out, c_in and lambda."""
     total = sigma**2 + sigma_data**2
     return (
         sigma_data**2 / total,
@@ -35,7 +35,7 @@ def paper(sigma, sigma_data):
 
 
 def gaussian_network(sigma_data: float):
-    """The F whose D is E[x_0 | x] for x_0 ~ N(MU, S^2): MU + S^2 / (S^2 + sigma^2) (x - MU)."""
+    """Return the F whose D is E[x_0 | x] for x_0 ~ N(MU, S^2): MU + S^2 / (S^2 + sigma^2) (x - MU)."""
 
     def network(scaled: Tensor, timestep: Tensor) -> Tensor:
         sigma = rows(torch.exp(4 * timestep / 1000), scaled)
@@ -47,7 +47,7 @@ def gaussian_network(sigma_data: float):
 
 
 def network(x: Tensor, timestep: Tensor) -> Tensor:
-    """A smooth stand-in for a network."""
+    """Return the output of a smooth stand-in for a network."""
     time = rows(timestep, x) / 1000
     return torch.sin(2 * x + time) + 0.3 * x * time
 
@@ -56,7 +56,8 @@ def network(x: Tensor, timestep: Tensor) -> Tensor:
 
 
 def exact_end(x: Tensor, sigma: float) -> Tensor:
-    """Return x(0) on the exact ODE path through x at sigma. It keeps quantiles, and x is N(MU, S^2 + sigma^2) there."""
+    """Return x(0) on the exact ODE path through x at sigma. Paths keep quantiles, and x at sigma is N(MU, S^2 +
+    sigma^2)."""
     return MU + (x - MU) * S / math.sqrt(S**2 + sigma**2)
 
 
@@ -67,7 +68,7 @@ def test_samplers_converge_at_their_order(name, order):
     for steps in (40, 80, 160):
         sigmas = edm.karras_sigmas(steps)[
             :-1
-        ]  # to SIGMA_MIN, so that the first-order step to 0 does not hide the order
+        ]  # end at SIGMA_MIN, because the first-order step to 0 would hide the order
         got = sample(name, gaussian_network(0.5), x, EDMTrajectory(sigmas, 0.5))
         expected = MU + (x - MU) * math.sqrt((S**2 + 0.002**2) / (S**2 + 80**2))
         errors.append((got - expected).abs().max().item())
@@ -77,7 +78,7 @@ def test_samplers_converge_at_their_order(name, order):
 
 @pytest.mark.parametrize("sigma_data", [0.5, 1.0])
 def test_heun_of_18_steps_is_closer_than_euler_of_35(sigma_data):
-    """The paper's setting, both with 35 evaluations of the network, the step to 0 included."""
+    """As in the paper, both use 35 network evaluations, including the step to 0."""
     x = torch.linspace(-2, 2, 11, dtype=torch.float64).view(1, 1, 11) * 80
     errors = {}
     for name, steps in (("heun", 18), ("euler", 35)):
@@ -109,7 +110,7 @@ def test_heun_evaluates_at_the_new_point_and_not_at_0():
 
 
 def states_of(name: str, steps: int, shape=(2, 3, 5, 4)):
-    """The states x at each step of a float32 run from noise, the final one included, and its sigmas."""
+    """Return all states x of a float32 run from noise, including the final one, and the sigmas."""
     sigmas = edm.karras_sigmas(steps)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 80
     got, states = sample_with_states(name, network, x, EDMTrajectory(sigmas, 0.5))
@@ -174,7 +175,7 @@ def test_the_denoiser_is_preconditioned_as_in_the_paper(sigma, sigma_data):
 
 
 def test_the_loss_is_the_weighted_error_of_the_denoiser_and_so_is_its_gradient():
-    """[K] eq. 2: lambda(sigma) |D(x_0 + sigma n; sigma) - x_0|^2."""
+    """The reference is [K] eq. 2: lambda(sigma) |D(x_0 + sigma n; sigma) - x_0|^2."""
     generator = torch.Generator().manual_seed(0)
     x0, noise = (torch.randn(5, 2, 3, 4, dtype=torch.float64, generator=generator) for _ in range(2))
     sigma = torch.tensor([0.01, 0.2, 1.0, 7.0, 90.0], dtype=torch.float64)
@@ -194,7 +195,7 @@ def test_the_loss_is_the_weighted_error_of_the_denoiser_and_so_is_its_gradient()
 
 
 def test_inputs_and_targets_have_unit_variance_at_every_level():
-    """The coefficients are chosen for this ([K] appendix B.6), with data of mean 0 and variance sigma_data^2."""
+    """[K] appendix B.6 chooses the coefficients for this, with data of mean 0 and variance sigma_data^2."""
     generator = torch.Generator().manual_seed(0)
     sigma = torch.logspace(-2, 2, 5, dtype=torch.float64)
     x0, noise = (torch.randn(5, 1, 200, 200, dtype=torch.float64, generator=generator) for _ in range(2))
@@ -204,14 +205,14 @@ def test_inputs_and_targets_have_unit_variance_at_every_level():
         inputs.append(x)
         return torch.zeros_like(x)
 
-    # of a zero output: the target's variance
+    # with a zero output, the loss is the target's variance
     loss = losses_of(EDMObjective(sigma_data=0.3), zero, 0.3 * x0, sigma, noise)
     torch.testing.assert_close(loss, torch.ones(5, dtype=torch.float64), rtol=0.03, atol=0)
     torch.testing.assert_close(inputs[0].flatten(1).var(1), torch.ones(5, dtype=torch.float64), rtol=0.03, atol=0)
 
 
 def test_the_loss_of_the_true_denoiser_is_that_of_chance():
-    """lambda(sigma) times the variance of x_0 given x, S^2 sigma^2 / (S^2 + sigma^2)."""
+    """The expected loss is lambda(sigma) times x_0's variance given x, S^2 sigma^2 / (S^2 + sigma^2)."""
     noise = torch.randn(50_000, 1, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x0 = MU + S * torch.randn(noise.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     sigma = torch.full((50_000,), 0.4, dtype=torch.float64)

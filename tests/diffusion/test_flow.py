@@ -1,4 +1,4 @@
-"""Rectified flow against closed forms: for Gaussian data N(mu, s^2) everything about it is known."""
+"""Rectified flow is compared with closed forms for Gaussian data N(MU, S^2)."""
 
 import itertools
 import math
@@ -31,7 +31,8 @@ def gaussian_velocity(x: Tensor, timestep: Tensor) -> Tensor:
 
 
 def exact_end(x: Tensor) -> Tensor:
-    """Return x at t = 1 on the exact path. It keeps quantiles, so z -> MU + S z carries N(0, 1) to N(MU, S^2)."""
+    """Return the end at t = 0 of the exact path from x at t = 1. Paths keep quantiles, so N(0, 1) becomes N(MU,
+    S^2)."""
     return MU + S * x
 
 
@@ -55,7 +56,7 @@ def test_shifted_times_lead_to_the_same_place(shift):
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_euler_matches_diffusers(shift):
-    """diffusers' own times end at 1 / 1000; pipelines (SD3, FLUX) give it those from 1 to 1 / n before the shift."""
+    """diffusers' default times end at 1 / 1000; the pipelines of SD3 and FLUX pass 1 to 1 / n before the shift."""
     reference = FlowMatchEulerDiscreteScheduler(shift=shift)
     reference.set_timesteps(sigmas=np.linspace(1, 1 / 25, 25).tolist())
     times, told = flow.sampling_times(25, shift), []
@@ -67,7 +68,7 @@ def test_euler_matches_diffusers(shift):
 
     x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     got, states = sample_with_states("euler", model, x, FlowTrajectory(times))
-    torch.testing.assert_close(torch.stack(told), reference.timesteps, atol=1e-2, rtol=0)  # 1e-5 of the thousand
+    torch.testing.assert_close(torch.stack(told), reference.timesteps, atol=1e-2, rtol=0)  # 1e-5 of 1000
     assert torch.equal(states[0], x) and len(states) == 25
     for k, t in enumerate(reference.timesteps):
         expected = reference.step(model(states[k], t.expand(2)), t, states[k]).prev_sample
@@ -88,8 +89,8 @@ def test_heun_evaluates_the_second_time_where_the_step_leads():
 
 
 def test_the_loss_of_the_true_velocity_is_that_of_chance():
-    """For a data set of one point the velocity is known, and the loss is zero; for N(MU, S^2) it is the conditional
-    variance of noise - x_0, S^2 / ((1-t)^2 S^2 + t^2)."""
+    """The loss is zero for a data set of one point. For N(MU, S^2) it is the conditional variance of noise - x_0, S^2
+    / ((1-t)^2 S^2 + t^2)."""
     torch.manual_seed(0)
     noise, t = torch.randn(50_000, 1, 2, 2, dtype=torch.float64), torch.full((50_000,), 0.4, dtype=torch.float64)
     x0 = MU + S * torch.randn_like(noise)
@@ -132,7 +133,7 @@ def test_times_have_their_distribution(name, cdf, shift):
 def test_mode_times_peak_in_the_middle_and_reach_both_ends():
     u = torch.linspace(0, 1, 100_001, dtype=torch.float64)
     t = flow.mode_times(u)
-    assert t[0] == 1 and abs(t[-1]) < 1e-12 and (t.diff() < 0).all()  # a density: monotonous
+    assert t[0] == 1 and abs(t[-1]) < 1e-12 and (t.diff() < 0).all()  # monotonic
     counts = torch.histc(t, 10, 0, 1)
     assert counts[4:6].min() > counts[[0, 9]].max() * 1.5
     torch.testing.assert_close(flow.mode_times(u, scale=0.0), 1 - u)
@@ -204,7 +205,7 @@ def test_the_objective_samples_at_its_shifted_times(shift, sampler):
 
 
 def gaussian_mean(x: Tensor, timestep: Tensor, scale: float = 1.0) -> Tensor:
-    """E[x_0 | x_t] for x_0 ~ N(MU, S^2) and noise of ``scale``."""
+    """Return E[x_0 | x_t] for x_0 ~ N(MU, S^2) and noise with standard deviation ``scale``."""
     t = (timestep.double() / 1000).view(-1, *(1,) * (x.dim() - 1))
     gain = (1 - t) * S**2 / ((1 - t) ** 2 * S**2 + (scale * t) ** 2)
     return MU + gain * (x.double() - (1 - t) * MU)
@@ -241,7 +242,7 @@ def test_the_loss_of_a_predicted_sample_is_that_of_its_velocity():
         torch.testing.assert_close(prepared.x_t, (1 - at) * x0 + at * scale * noise)
         velocity = (prepared.x_t - output) / at
         wanted = (velocity - (scale * noise - x0)).square().flatten(1).mean(1)
-        wanted[-1] *= (0.01 / 0.05) ** 2  # the clipped denominator
+        wanted[-1] *= (0.01 / 0.05) ** 2  # the denominator is clipped
         torch.testing.assert_close(objective.loss(output, prepared), wanted)
         torch.testing.assert_close(objective.noise_level(prepared.timestep[1:]).double(), scale * t[1:] / (1 - t[1:]))
 

@@ -20,7 +20,7 @@ def randn(*shape, seed=0):
 
 
 class CountingModel:
-    """eps and v that tell the condition, the position in the batch and the timestep apart; records its calls."""
+    """Returns eps and v that depend on the condition, position and timestep, and records its calls."""
 
     def __init__(self, dtype=torch.float32):
         self.calls, self.dtype = [], dtype
@@ -48,16 +48,16 @@ def test_scale_1_is_the_conditional_model_without_a_second_half():
 def test_guidance_formula(scale):
     model = CountingModel()
     got = cfg_model(model, Y, NULL, scale)(X, T)
-    ((x, t, y),) = model.calls  # one call: the conditional half, then the unconditional one
+    ((x, t, y),) = model.calls  # one call with the conditional half first
     for both, halves in ((x, (X, X)), (t, (T, T)), (y, (Y, NULL))):
         assert torch.equal(both, torch.cat(halves))
     cond, uncond = CountingModel()(X, T, Y), CountingModel()(X, T, NULL)
     torch.testing.assert_close(got[:, :4], uncond[:, :4] + scale * (cond - uncond)[:, :4])
-    assert torch.equal(got[:, 4:], cond[:, 4:])  # v untouched
+    assert torch.equal(got[:, 4:], cond[:, 4:])  # v is unchanged
 
 
 def test_a_scale_for_every_sample():
-    """Each is guided as by a number alone; 1 is the conditional model, whose other half is evaluated all the same."""
+    """Each sample is guided as with its scale alone; a scale of 1 gives the conditional prediction."""
     x, t, y, null = torch.randn(3, 4, 2, 2), torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5])
 
     def model(x, t, y):
@@ -124,7 +124,7 @@ def test_guidance_refuses():
 
 @pytest.mark.parametrize("name", DDPMObjective().samplers)
 def test_guided_sampling_of_gaussians_lands_where_it_must(name):
-    """Data N(y, 0.3^2) under condition y: eps is affine in y, so guidance is the exact eps of the extrapolated mean."""
+    """For data N(y, 0.3^2) eps is affine in y, so guidance gives the exact eps of the extrapolated mean."""
     schedule = DDPM.linear()
 
     def model(x, t, y):
@@ -145,14 +145,14 @@ def test_guided_sampling_of_gaussians_lands_where_it_must(name):
 
 
 def within(interval, objective):
-    """The model of the interval around a model that counts rows, and its calls."""
+    """Return a model guided within the interval, and the list of its network's calls."""
     model = CountingModel()
     parts = (cfg_model(model, Y, NULL, 3.0), cfg_model(model, Y, NULL, 1.0))
     return GuidedWithin(interval, objective.noise_level, *parts), model.calls
 
 
 SIGMAS = (1 / np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)) - 1) ** 0.5
-LEVELS = {  # what the networks of each objective get at sigma = 0.1, 1 and 10; of DDPM's 1,000 levels the nearest
+LEVELS = {  # timesteps for sigma = 0.1, 1 and 10; for DDPM those of the nearest levels
     "ddpm": (DDPMObjective(), [int(np.abs(np.log(SIGMAS / sigma)).argmin()) for sigma in (0.1, 1, 10)]),
     "flow": (FlowObjective(shift=3.0), [1000 * 0.1 / 1.1, 500.0, 1000 * 10 / 11]),
     "edm": (EDMObjective(), [250 * math.log(0.1), 0.0, 250 * math.log(10)]),
@@ -168,7 +168,7 @@ def test_the_unit_of_the_interval_is_sigma_for_every_objective(objective, timest
     model, calls = within((0.3, 3.0), objective)
     for level in t:
         model(X, level.expand(3))
-    assert [len(x) for x, _, _ in calls] == [3, 6, 3]  # and no second half outside
+    assert [len(x) for x, _, _ in calls] == [3, 6, 3]  # no second half outside the interval
 
 
 def test_inside_it_is_guidance_and_outside_the_conditional_model():
@@ -192,7 +192,8 @@ def test_the_interval_has_both_its_ends_and_takes_0_and_infinity():
 
 @pytest.mark.parametrize("objective", [DDPMObjective(), DDPMObjective("v"), FlowObjective(), EDMObjective()])
 def test_every_sampler_of_every_objective_takes_an_interval(objective):
-    """The whole line of levels is plain guidance, none of it the conditional model, and a part is neither."""
+    """An interval of all levels is plain guidance, one without any level is the conditional model, and a part is
+    neither."""
 
     def draw(sampler, interval, scale=3.0):
         def model(x, t, y):
@@ -216,7 +217,7 @@ def test_every_sampler_of_every_objective_takes_an_interval(objective):
         (Guidance(5.0), None, 5.0),
         (Guidance(5.0), 3.0, 3.0),
         (Guidance(5.0), 1.0, 1.0),
-        (Guidance(5.0), 0.0, 1.0),  # a pipeline guides above 1 only
+        (Guidance(5.0), 0.0, 1.0),  # the pipeline only guides above 1
         (Guidance(5.0, "cond"), None, 6.0),
         (Guidance(5.0, "cond"), 0.5, 1.5),
         (Guidance(0.0, "cond"), None, 1.0),
@@ -238,19 +239,19 @@ def test_scales_of_families_are_checked(scale):
 @pytest.mark.parametrize("formula", ["uncond", "cond"])
 @pytest.mark.parametrize("scale", [0.0, 0.7, 1.0, 5.0])
 def test_families_are_guided_by_their_formula(formula, scale):
-    """Combine predictions like the pipelines of Wan and Z-Image."""
+    """The references are the formulas of Wan's and Z-Image's pipelines."""
     cond, uncond = (CountingModel()(X, T, y)[:, :4] for y in (Y, NULL))
     if formula == "uncond":
         expected = uncond + scale * (cond - uncond) if scale > 1 else cond
     else:
         expected = cond + scale * (cond - uncond) if scale > 0 else cond
     got = cfg_model(CountingModel(), Y, NULL, scale_of_family(Guidance(5.0, formula), scale))(X, T)[:, :4]
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4)  # of conditions up to 1000
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4)  # conditions go up to 1000
 
 
 @pytest.mark.parametrize("parts", ["row", "patch"])
 def test_guided_predictions_get_back_the_norms_of_conditional_ones(parts):
-    """Combine predictions like the pipelines of Lumina 2 and Qwen-Image, the latter with tokens of 2 x 2."""
+    """The references are the formulas of Lumina 2's and Qwen-Image's pipelines, the latter with tokens of 2 x 2."""
     (x, t), generator = (torch.zeros(2, 4, 2, 6), torch.zeros(2)), torch.Generator().manual_seed(0)
     both = torch.randn(4, 4, 2, 6, generator=generator)
     got = cfg_model(lambda *_: both, torch.zeros(2), torch.zeros(2), 3.0, rescaled=parts)(x, t)
@@ -262,13 +263,13 @@ def test_guided_predictions_get_back_the_norms_of_conditional_ones(parts):
     torch.testing.assert_close(got, wanted)
 
 
-# The levels of every sampler's steps, written down again: with 8 steps, the noisiest first
+# The noise levels of every sampler's steps, computed independently for 8 steps, highest first
 RAMP = np.linspace(0, 1, 8)
 EVEN = SIGMAS[[999, 856, 714, 571, 428, 285, 143, 0]]
 KARRAS = (80 ** (1 / 7) + RAMP * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
 FLOW_TIMES = 3 * (1 - np.arange(8) / 8) / (1 + 2 * (1 - np.arange(8) / 8))  # shifted by 3
 FLOW = np.array([math.inf, *(FLOW_TIMES[1:] / (1 - FLOW_TIMES[1:]))])
-STEPS = {  # levels, evaluations of each step, the first and the last level as people write them
+STEPS = {  # objective, levels, evaluations of each step, the first and last level rounded
     ("ddpm", "ddpm"): (DDPMObjective(), EVEN, [1] * 8, 157, 0.01),
     ("ddpm", "ddim"): (DDPMObjective(), EVEN, [1] * 8, 157, 0.01),
     ("ddpm", "dpmpp"): (DDPMObjective(), None, [1] * 8, 157, 0.01),
@@ -288,7 +289,7 @@ STEPS_OF = pytest.mark.parametrize("which", STEPS, ids=", ".join)
 
 
 def evaluations(objective, sampler: str, interval, steps: int = 8) -> tuple[list[bool], list[float]]:
-    """Return, for each evaluation of the network, whether it was guided and which timestep it got."""
+    """Return whether each network evaluation was guided, and its timestep."""
     guided, told = [], []
 
     def model(x, t, y):
@@ -304,7 +305,7 @@ def evaluations(objective, sampler: str, interval, steps: int = 8) -> tuple[list
 
 def levels_of(which) -> np.ndarray:
     objective, levels, _, _, _ = STEPS[which]
-    if levels is None:  # evenly in the logarithm, as near as whole timesteps come: what the network was told
+    if levels is None:  # even in log, rounded to timesteps: take what the network got
         levels = SIGMAS[np.array(evaluations(objective, which[1], (0, math.inf))[1]).astype(int)]
     return levels
 
@@ -319,7 +320,7 @@ def test_the_table_has_every_sampler_of_every_objective():
 def test_guidance_is_decided_once_a_step_by_the_level_it_starts_from(which):
     objective, _, counts, _, _ = STEPS[which]
     levels = levels_of(which)
-    between = np.sqrt(np.minimum(levels[:-1], 1e6) * levels[1:])  # a bound between every two levels
+    between = np.sqrt(np.minimum(levels[:-1], 1e6) * levels[1:])  # a bound between neighbouring levels
     for first in range(8):
         for last in range(first, 8):
             high = math.inf if first == 0 else between[first - 1]
@@ -339,7 +340,7 @@ def test_bounds_include_the_first_and_the_last_level(which):
     if high < math.inf:
         assert evaluations(objective, which[1], (0, 0.98 * high))[0] == [False] * counts[0] + every[counts[0] :]
     assert evaluations(objective, which[1], (1.02 * low, high))[0] == every[: -counts[-1]] + [False] * counts[-1]
-    inside = levels[3]  # the bounds of any level are that level's
+    inside = levels[3]  # a level may itself be a bound
     three = [step == 3 for step, count in enumerate(counts) for _ in range(count)]
     assert evaluations(objective, which[1], (inside, inside * 1.002))[0] == three
     assert evaluations(objective, which[1], (inside * 0.998, inside))[0] == three

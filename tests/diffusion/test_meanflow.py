@@ -1,4 +1,4 @@
-"""MeanFlow on a flow that is known, its derivative against finite differences, and runs of train.py."""
+"""MeanFlow with a known flow, its derivative compared with finite differences, and runs of train.py."""
 
 import contextlib
 from types import SimpleNamespace
@@ -23,17 +23,17 @@ SPREAD = 0.3  # standard deviation of the data
 
 
 def deviation(t: Tensor) -> Tensor:
-    """Return the standard deviation of x_t for Gaussian data: paths are x_t = deviation(t) * constant."""
+    """Return the standard deviation of x_t for Gaussian data, whose paths are x_t = deviation(t) * constant."""
     return ((1 - t) ** 2 * SPREAD**2 + t**2).sqrt()
 
 
 def speed(t: Tensor) -> Tensor:
-    """v / x_t there."""
+    """Return v / x_t on such a path."""
     return (t - (1 - t) * SPREAD**2) / deviation(t) ** 2
 
 
 def mean_speed(t: Tensor, before: Tensor) -> Tensor:
-    """u / x_t there: what a perfect network returns."""
+    """Return u / x_t on such a path, which a perfect network predicts."""
     same = t == before
     apart = torch.where(same, torch.ones_like(t), t - before)
     return torch.where(same, speed(t), (1 - deviation(before) / deviation(t)) / apart)
@@ -45,7 +45,7 @@ def perfect(x: Tensor, time: Tensor, *_) -> Tensor:
 
 
 class Perfect:
-    """A network without an error, whose derivative is taken by the objective's own means."""
+    """A network without error that offers the methods MeanFlow's targets need."""
 
     dropped = torch.tensor([False, False, True])
 
@@ -62,7 +62,7 @@ class Perfect:
 
 
 def known_pair(x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """x0 and noise whose velocity is that of the flow at x_t, not one that varies around it."""
+    """Return x0 and noise whose velocity equals the flow's at x_t."""
     t = t.view(-1, 1, 1, 1)
     velocity = speed(t) * x_t
     return x_t - t * velocity, x_t + (1 - t) * velocity
@@ -79,7 +79,7 @@ def test_the_identity_holds_where_the_flow_is_known():
     torch.testing.assert_close(completed.context.target, want, rtol=1e-4, atol=1e-5)
     assert (objective.loss(want, completed) < 1e-8).all()
     apart = (prepared.context.target - want).abs().flatten(1).amax(1)
-    assert apart[0] > 0.1 and apart[1] < 1e-6 and apart[2] > 0.1  # without the derivative it would not
+    assert apart[0] > 0.1 and apart[1] < 1e-6 and apart[2] > 0.1  # it would differ without the derivative
 
 
 def test_guidance_is_in_the_target_of_samples_that_have_a_class():

@@ -1,4 +1,4 @@
-"""Objectives as checkpoints hold them and as train.py and sample.py use them."""
+"""Objectives in checkpoints, in train.py and in sample.py."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ def test_every_objective_survives_a_checkpoint(objective):
 def test_checkpoints_from_before_there_was_a_choice_load_and_resume_unnoted():
     for old in (None, {"name": "ddpm"}):
         assert objective_from_dict(old) == DDPMObjective()
-    assert DDPMObjective().to_dict() == {"name": "ddpm"}  # what a resumed run compares with
+    assert DDPMObjective().to_dict() == {"name": "ddpm"}  # a resumed run compares with this
     flow = {"name": "flow", "shift": 3.0, "times_are": "uniform"}
     assert objective_from_dict(flow).to_dict() == flow
 
@@ -92,7 +92,7 @@ def test_every_sampler_can_be_asked_for_and_is_refused_to_the_wrong_objective():
 
 
 def plain_losses(argv: list[str], steps: int) -> list[float]:
-    """The losses of a loop that writes the objective out."""
+    """Return the losses of a training loop with the objective's formulas written out."""
     flags = parse(TrainConfig, argv)
     dataset = build_dataset("digits", 8, seed=flags.global_seed)
     schedule = BatchSchedule(len(dataset), flags.batch_size, flags.global_seed)
@@ -211,7 +211,7 @@ def test_the_timesteps_of_ddpm_suit_the_sampler(sampler, even):
 
 
 def test_defaults_are_those_of_the_papers(tmp_path):
-    """Karras et al. 2022, table 1; rectified flow's uniform times without a shift; DDPM's noise, weights of one."""
+    """The defaults are Karras et al. 2022 table 1, uniform unshifted times for flow, and plain DDPM."""
     defaults = {
         "edm": {"mean": -1.2, "std": 1.2, "sigma_data": 0.5},
         "flow": {

@@ -1,4 +1,4 @@
-"""v-prediction and min-SNR weights of DDPM: against diffusers, the papers' identities and noise prediction itself."""
+"""DDPM's v-prediction and min-SNR weights are compared with diffusers, the papers' identities and noise prediction."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SNR = (ALPHA / SIGMA).square().flatten()
 
 
 def velocity_model(schedule: DDPM, learned: bool):
-    """The exact v of the Gaussian data of test_samplers, from their exact eps: v = (eps - sigma x) / alpha."""
+    """Return a model of the exact v for test_samplers' Gaussian data: v = (eps - sigma x) / alpha."""
     exact = gaussian_model(schedule, learned)
 
     def model(x: Tensor, t: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def one_step(name: str, schedule: DDPM, model, x: Tensor, noises) -> list[Tensor
     ],
 )
 def test_each_step_of_a_velocity_model_matches_diffusers(name, scheduler, options):
-    schedule, x = SCHEDULE.respaced(28), randn(2, 3, 4, 4).float()  # a stride of 37, as DDIMScheduler takes it
+    schedule, x = SCHEDULE.respaced(28), randn(2, 3, 4, 4).float()  # a stride of 37, as in DDIMScheduler
     reference = in_float64(scheduler(beta_start=1e-4, beta_end=0.02, prediction_type="v_prediction", **options))
     timesteps = schedule.timestep_map.flip(0).tolist()
     if name == "ddim":
@@ -69,7 +69,7 @@ def test_each_step_of_a_velocity_model_matches_diffusers(name, scheduler, option
     for k, t in enumerate(timesteps):
         noise = {"generator": generator} if name == "ddpm" else {}
         expected = reference.step(model(states[k], torch.tensor([t, t])), t, states[k], **noise).prev_sample
-        # float32: at t = 999 x_0 is 157 times the difference of two terms
+        # in float32 at t = 999, x_0 is 157 times the difference of two terms
         torch.testing.assert_close(states[k + 1], expected, rtol=1e-4, atol=1e-4, msg=lambda m, t=t: f"t = {t}: {m}")
 
 
@@ -85,7 +85,7 @@ def test_a_velocity_model_draws_what_the_noise_model_draws(name, learned):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shifted_objective_draws_from_the_noise_it_trains_on(name):
-    """The one picture that a model knows, by the angle arctan(sigma / alpha), its tangent 4 times the usual one."""
+    """The model knows only one picture; its angle is arctan(sigma / alpha), with 4 times the usual tangent."""
     objective, picture, asked = DDPMObjective("v", shift=4.0), randn(1, 2, 3), []
 
     def model(x, t):
@@ -116,7 +116,7 @@ def test_the_objective_samples_by_its_prediction():
 
 
 def losses(prediction: str, min_snr: float | None, error: Tensor, learned: bool = False):
-    """The loss for a prediction of x_0 that is off by ``error``, with the gradient that reaches its output."""
+    """Return the loss when the prediction of x_0 is off by ``error``, and the gradient of the output."""
     x0, noise = randn(5, 2, 3, 4), randn(5, 2, 3, 4, seed=1)
     xt = SCHEDULE.q_sample(x0, TIMES, noise)
     wrong = (xt - ALPHA * (x0 + error)) / SIGMA
@@ -132,7 +132,7 @@ def losses(prediction: str, min_snr: float | None, error: Tensor, learned: bool 
 @pytest.mark.parametrize("gamma", [0.5, 5.0, 1e9])
 @pytest.mark.parametrize("prediction", ["eps", "v"])
 def test_min_snr_weighs_the_error_of_x0(prediction, gamma):
-    """[M]: whatever is predicted, the loss is min(SNR, gamma) |x_0 - its prediction|^2."""
+    """For both predictions the loss is min(SNR, gamma) |x_0 - its prediction|^2 ([M])."""
     error = 0.1 * randn(5, 2, 3, 4, seed=3)
     loss, _ = losses(prediction, gamma, error)
     expected = SNR.clamp(max=gamma) * error.square().flatten(1).mean(1)
@@ -168,7 +168,7 @@ def test_the_variance_is_trained_alike_whatever_is_predicted_and_weighted():
         torch.testing.assert_close(other[:, 2:], gradient[:, 2:], rtol=1e-3, atol=1e-6)
         alone, without = losses(prediction, gamma, error, learned=False)
         torch.testing.assert_close(loss.mse, alone.mse)
-        torch.testing.assert_close(other[:, :2], without)  # the bound's term reaches the variance only
+        torch.testing.assert_close(other[:, :2], without)  # the bound only trains the variance
 
 
 def test_the_default_is_noise_prediction_with_weights_of_one():

@@ -1,4 +1,4 @@
-"""An objective's two halves against the papers' formulas in float64; no model passes between them."""
+"""Objectives' ``prepare`` and ``loss`` are compared with the papers' formulas in float64."""
 
 import inspect
 
@@ -25,7 +25,7 @@ EVERY = [
 
 
 def batch(objective, shape, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x0, times, noise, and what some network returns."""
+    """Return x0, times, noise and a random network output."""
     generator = torch.Generator().manual_seed(3)
     x0, noise = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     t = objective.times(5, 2, torch.arange(shape[0]))
@@ -35,7 +35,7 @@ def batch(objective, shape, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor
 
 
 def by_the_papers(objective, x0: np.ndarray, t: float, noise: np.ndarray, output: np.ndarray):
-    """One sample's network input, time and loss, float64."""
+    """Return one sample's network input, time and loss in float64."""
     if objective.name == "flow":  # Esser et al. eq. 13
         x_t, velocity = (1 - t) * x0 + t * noise, noise - x0
         return x_t, 1000 * t, ((output - velocity) ** 2).mean()
@@ -77,7 +77,7 @@ def test_both_halves_are_those_of_the_papers(objective, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("objective", EVERY, ids=str)
 def test_samples_can_be_taken_out_of_what_is_prepared(objective, dtype):
-    """To the bit: a pipeline may cut a batch up, and each part's loss needs nothing of the others."""
+    """A pipeline may split a batch, so each part must have the same loss to the bit."""
     x0, t, noise, output = batch(objective, (5, 2, 3, 3), dtype)
     prepared = objective.prepare(x0, t, noise)
     assert all(isinstance(tensor, Tensor) and tensor.shape[:1] == (5,) for tensor in prepared.tensors())

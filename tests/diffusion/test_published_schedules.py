@@ -1,4 +1,4 @@
-"""Schedules of public models against diffusers' schedulers, called as the pipelines call them."""
+"""Public models' schedules are compared with diffusers' schedulers, called as in the pipelines."""
 
 import json
 import math
@@ -34,7 +34,7 @@ WAN = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shif
 
 
 def euler(**settings) -> tuple[FlowMatchEulerDiscreteScheduler, dict]:
-    """Return diffusers' scheduler and its configuration, as a folder holds it."""
+    """Return diffusers' scheduler and its configuration as stored in a folder."""
     scheduler = FlowMatchEulerDiscreteScheduler(**settings)
     return scheduler, json.loads(scheduler.to_json_string())
 
@@ -45,7 +45,7 @@ def unipc(**settings) -> tuple[UniPCMultistepScheduler, dict]:
 
 
 def begin(scheduler, steps: int, tokens: int = 1024) -> None:
-    """Set the timesteps as the pipelines of FLUX, Qwen-Image and Z-Image do, and that of Wan."""
+    """Set the timesteps like the pipelines of FLUX, Qwen-Image, Z-Image or Wan."""
     if isinstance(scheduler, UniPCMultistepScheduler):
         return scheduler.set_timesteps(steps)
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
@@ -54,7 +54,7 @@ def begin(scheduler, steps: int, tokens: int = 1024) -> None:
 
 
 def velocity(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-    """A stand-in for a network that is nonlinear in x and tells 999 from 1000 and from 999.5."""
+    """Return a stand-in for a network's output that is nonlinear in x and distinguishes times 999, 999.5 and 1000."""
     t = timestep.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
     return 0.6 * torch.sin(2 * x + t) + 0.4 * torch.tanh(x) - 0.5 * x + torch.cos(t / 300)
 
@@ -64,7 +64,7 @@ def noise(dtype=torch.float32, shape=(3, 4, 5, 6)) -> torch.Tensor:
 
 
 def path_of(scheduler, steps: int, x: torch.Tensor, tokens: int = 1024) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return every x that diffusers' loop evaluates, and the last one."""
+    """Return every x that diffusers' loop evaluates, and the final x."""
     begin(scheduler, steps, tokens)
     states = []
     for t in scheduler.timesteps:
@@ -99,7 +99,7 @@ def test_times_of_euler_are_those_of_diffusers(name, steps, tokens):
     published = published_schedule(config)
     trajectory = published.objective.for_tokens(tokens).trajectory(steps)
     assert published.sampler == "euler" and trajectory.times[-1] == 0
-    # diffusers computes in float32, whose numbers are 6e-8 apart there; stretching adds an operation.
+    # diffusers computes in float32, where numbers near 1 are 6e-8 apart; stretching adds an operation.
     tolerance = 2e-7 if name == "Qwen-Image" else 1.2e-7
     np.testing.assert_allclose(trajectory.times, scheduler.sigmas.double(), rtol=0, atol=tolerance)
     points = trajectory.points(noise())[:-1, 0]
@@ -108,7 +108,7 @@ def test_times_of_euler_are_those_of_diffusers(name, steps, tokens):
 
 @pytest.mark.parametrize("steps", [6, 34])
 def test_cosmos_loop_is_that_of_diffusers(steps):
-    """Its pipeline's preconditioning and its Euler steps; the last one, of no length, is left out."""
+    """The reference uses the pipeline's preconditioning and Euler steps; its last step has no length and is skipped."""
     scheduler, config = euler(use_karras_sigmas=True)
     scheduler.register_to_config(sigma_min=0.002, sigma_max=80.0)
     scheduler.set_timesteps(sigmas=torch.linspace(0, 1, steps + 1, dtype=torch.float64))
@@ -122,7 +122,7 @@ def test_cosmos_loop_is_that_of_diffusers(steps):
     torch.testing.assert_close(stated, trajectory.slope(velocity, x, point), rtol=0, atol=1e-3)
     for k, t in enumerate(scheduler.timesteps):
         error = (([*states, got])[min(k, steps)] - x).abs().max() / x.abs().max()
-        assert error < 2e-5, f"x {k} of {steps}: {error:.2e}"  # t near 1 is rounded to 5e-6 of 1 - t
+        assert error < 2e-5, f"x {k} of {steps}: {error:.2e}"  # rounding t near 1 changes 1 - t by a relative 5e-6
         sigma = scheduler.sigmas[k]
         t_k = sigma / (sigma + 1)
         denoised = (1 - t_k) * x - t_k * velocity(x * (1 - t_k), 1000 * t_k.expand(len(x)))
@@ -173,10 +173,10 @@ def test_dynamic_shifts_are_those_of_diffusers(base, more, few, between, tokens,
     )
     mu = base + more * (tokens - few) / between
     objective = published_schedule(config).objective
-    assume(mu < 5)  # more is beyond float32, and four times what is in use
+    assume(mu < 5)  # float32 is too coarse beyond; models use a quarter of this
     begin(scheduler, steps, tokens)
     times = objective.for_tokens(tokens).trajectory(steps).times
-    # diffusers computes in float32, and stretching divides by what the last time lacks to 1.
+    # diffusers computes in float32, and stretching divides by 1 minus the last time.
     unstretched = sampling_times(steps, math.exp(mu))[-2].item()
     tolerance = 2e-7 if terminal is None else 2e-7 + 2e-7 / (1 - unstretched)
     np.testing.assert_allclose(times, scheduler.sigmas.double(), rtol=0, atol=tolerance)
@@ -187,7 +187,7 @@ def test_dynamic_shifts_are_those_of_diffusers(base, more, few, between, tokens,
 @given(steps=st.integers(1, 999), shift=st.sampled_from([1.0, 3.0, 5.0, 8.0]) | st.floats(0.2, 12))
 @settings(deadline=None, max_examples=100)
 def test_discrete_times_are_those_of_diffusers_unipc(steps, shift):
-    """Equal in every bit: a whole number that is cut the other way is another time for the network."""
+    """Times must be equal to the bit, because a different rounding gives the network another timestep."""
     scheduler, config = unipc(flow_shift=shift)
     scheduler.set_timesteps(steps)
     published = published_schedule(config)
@@ -211,7 +211,7 @@ def test_discrete_times_are_cut_and_begin_at_999():
 @pytest.mark.parametrize("name", EULER)
 @pytest.mark.parametrize("steps", [3, 8, 28])
 def test_euler_draws_what_diffusers_draws(name, steps):
-    """Up to the rounding of the network's time: 1e-4 of 1000, and the stand-in turns by 1 rad a unit."""
+    """The error is from rounding the network's time by up to 1e-4; the stand-in turns by 1 rad per unit."""
     compare_paths(*euler(**EULER[name]), steps, torch.float32, 3e-5, tokens=1536)
 
 
@@ -278,7 +278,7 @@ def test_unknown_settings_that_are_off_are_accepted():
 
 @pytest.mark.parametrize("made", [euler, unipc])
 def test_every_setting_of_diffusers_is_known(made):
-    """A setting that is on is unknown, or among those that are read, supported in one value, or of no use to flows."""
+    """Every setting is read, supported in one value, or irrelevant to flows; unknown settings are refused."""
     scheduler, written = made()
     published_schedule(written)
     with pytest.raises(ValueError, match="^magic 1: not known to this version$"):

@@ -1,4 +1,5 @@
-"""The counter-based generator: known answers, distribution, independence, and invariance to how a batch is split."""
+"""The counter-based random generator: known answers, distributions, independence, and equal draws for any batch
+split."""
 
 import math
 
@@ -12,7 +13,7 @@ from scipy import stats
 import opendit.diffusion.random
 from opendit.diffusion.random import Stream, integers, normal, philox4x32, random_bits, uniform
 
-SEED = 0x0123456789ABCDEF  # more than 32 bits, so that both words of the key are in use
+SEED = 0x0123456789ABCDEF  # more than 32 bits, so that both words of the key are used
 
 
 def words(text: str) -> list[int]:
@@ -35,7 +36,7 @@ def test_philox_known_answers(counter, key, expected):
 
 
 def philox_python(counter: list[int], seed: int) -> list[int]:
-    """The same function in Python's unbounded integers, from the paper."""
+    """Compute the same function with Python's integers, from the paper."""
     c, k = list(counter), [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         p, q = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
@@ -94,7 +95,7 @@ def test_normal_distribution():
     assert stats.kstest(x, "norm").pvalue > 1e-3
     for moment, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs((x**moment).mean() - expected) < 4 * math.sqrt(variance / n), f"moment {moment}"
-    # The tails, where a 24-bit uniform would stop at 5.8 sigma: P(|z| > 4) = 6.3e-5.
+    # A 24-bit uniform would stop at 5.8 sigma; P(|z| > 4) is 6.3e-5.
     tail = (np.abs(x) > 4).sum()
     assert stats.binomtest(int(tail), n, 2 * stats.norm.sf(4)).pvalue > 1e-3
 
@@ -117,7 +118,7 @@ def test_streams_steps_samples_and_seeds_are_uncorrelated():
     ]
     x = torch.cat(rows)
     correlation = torch.corrcoef(x.double()) - torch.eye(len(x))
-    # 360 rows have 64,620 pairs: the largest of as many normal numbers is about 4.3 sigma.
+    # 360 rows have 64,620 pairs, and the largest of 64,620 normal numbers is about 4.3 sigma.
     assert correlation.abs().max() < 6 / math.sqrt(x.shape[1])
     assert len({tuple(r[:2].tolist()) for r in x}) == len(x)
 
@@ -159,6 +160,6 @@ def test_integers_range_and_uniformity(high):
 
 
 def test_integers_over_steps_are_uniform_too():
-    """One sample's timesteps over a training run, the other way through the counter."""
+    """Draw one sample's timesteps over a training run."""
     k = torch.cat([integers(42, step, torch.tensor([3]), Stream.TIMESTEP, 10) for step in range(2000)])
     assert stats.chisquare(np.bincount(k.numpy(), minlength=10)).pvalue > 1e-3

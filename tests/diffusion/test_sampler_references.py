@@ -1,7 +1,7 @@
-"""Every sampler along random schedules against its paper's own formulas, written out in numpy's float64.
+"""Every sampler on random schedules is compared with its paper's formulas in numpy float64.
 
 [H] Ho et al. 2020, [N] Nichol & Dhariwal 2021, [S] Song et al. 2021, [D] Lu et al. 2022 (DPM-Solver++), [K] Karras et
-al. 2022, [U] Zhao et al. 2023 (UniPC): nothing of the code under test is used on the reference's side.
+al. 2022, [U] Zhao et al. 2023 (UniPC). The references use no code under test.
 """
 
 import math
@@ -21,7 +21,7 @@ MANY = settings(deadline=None, max_examples=60)
 
 
 def network(x: np.ndarray, t: float) -> np.ndarray:
-    """A smooth stand-in for a network, of numpy arrays."""
+    """Return a smooth stand-in's output for numpy arrays."""
     return 0.4 * np.tanh(x) + 0.5 * np.sin(2 * x + t / 100) + 0.1
 
 
@@ -30,7 +30,7 @@ def variance(x: np.ndarray, t: float) -> np.ndarray:
 
 
 def of_numpy(function):
-    """A function of arrays and one time as a model; every sample of a batch must be told the same time."""
+    """Wrap a function of arrays and one time as a model, and check that a batch gets a single time."""
 
     def model(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         assert t.shape == x.shape[:1] and (t == t[0]).all()
@@ -49,7 +49,7 @@ def randn(seed: int, *shape: int) -> np.ndarray:
 
 @st.composite
 def schedules(draw, largest: int = 9) -> tuple[np.ndarray, np.ndarray]:
-    """Betas that leave some signal, and the timesteps that the network is told, both ascending in time."""
+    """Draw betas that leave some signal, and increasing timesteps for the network."""
     n = draw(st.integers(1, largest))
     betas = np.array(draw(st.lists(st.floats(0.01, 0.4), min_size=n, max_size=n)))
     jumps = draw(st.lists(st.integers(1, 90), min_size=n, max_size=n))
@@ -58,7 +58,7 @@ def schedules(draw, largest: int = 9) -> tuple[np.ndarray, np.ndarray]:
 
 @st.composite
 def falling(draw, lowest: float, highest: float, to_zero: bool) -> np.ndarray:
-    """2 to 9 numbers, falling, neighbours at least 5 % apart; the last one 0 if asked for."""
+    """Draw 2 to 9 falling numbers that differ by at least 5 %; the last is 0 if asked for."""
     ratios = draw(st.lists(st.floats(1.05, 6), min_size=1, max_size=8))
     values = highest / np.cumprod([1.0, *ratios])
     values = values[values >= lowest]
@@ -70,14 +70,14 @@ def trajectory_of(betas, timesteps) -> DDPMTrajectory:
 
 
 def compare(got: torch.Tensor, expected: np.ndarray) -> None:
-    """A DDPM schedule looks its coefficients up in float32."""
+    """Compare with a tolerance for DDPM's float32 coefficients."""
     scale = max(1.0, np.abs(expected).max())
     assert got.dtype == torch.float64 and got.shape == expected.shape
     assert np.abs(got.numpy() - expected).max() < 1e-4 * scale
 
 
 def predicted(x, t, ac) -> tuple[np.ndarray, np.ndarray]:
-    """x_0 and eps."""
+    """Return x_0 and eps."""
     eps = network(x, t)
     x0 = (x - math.sqrt(1 - ac) * eps) / math.sqrt(ac)
     return x0, eps
@@ -86,7 +86,7 @@ def predicted(x, t, ac) -> tuple[np.ndarray, np.ndarray]:
 @given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), learned=st.booleans())
 @MANY
 def test_ddpm(schedule, shape, seed, learned):
-    """[H] Algorithm 2 with eq. 6 and 7; [N] eq. 15."""
+    """The reference is [H] Algorithm 2 with eq. 6 and 7, and [N] eq. 15."""
     betas, timesteps = schedule
     n, kept = len(betas), np.cumprod(1 - betas)
     start, noises = randn(seed, *shape), randn(seed + 1000, n, *shape)
@@ -115,7 +115,7 @@ def test_ddpm(schedule, shape, seed, learned):
 )
 @MANY
 def test_ddim(schedule, shape, seed, eta):
-    """[S] eq. 12 and 16."""
+    """The reference is [S] eq. 12 and 16."""
     betas, timesteps = schedule
     n, kept = len(betas), np.cumprod(1 - betas)
     start, noises = randn(seed, *shape), randn(seed + 1000, n, *shape)
@@ -132,7 +132,7 @@ def test_ddim(schedule, shape, seed, eta):
 @given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99))
 @MANY
 def test_dpmpp_along_a_ddpm_schedule(schedule, shape, seed):
-    """[D] Algorithm 2, in its own variables: lambda = log(alpha / sigma), and x not divided by alpha."""
+    """The reference is [D] Algorithm 2 in its variables: lambda = log(alpha / sigma), and x not divided by alpha."""
     betas, timesteps = schedule
     kept = np.append(np.cumprod(1 - betas)[::-1], 1.0)  # from noise to data
     alpha, sigma = np.sqrt(kept), np.sqrt(1 - kept)
@@ -156,7 +156,8 @@ def test_dpmpp_along_a_ddpm_schedule(schedule, shape, seed):
 @given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), name=st.sampled_from(["ddpm", "ddim", "dpmpp"]))
 @MANY
 def test_a_velocity_in_the_place_of_noise(schedule, shape, seed, name):
-    """Salimans & Ho 2022: v = alpha eps - sigma x_0; a model of it draws what the model of the same noise draws."""
+    """With v = alpha eps - sigma x_0 (Salimans & Ho 2022), a model of v and a model of the same noise give equal
+    samples."""
     betas, _ = schedule
     schedule = DDPM.from_betas(torch.from_numpy(betas))
     kept = np.cumprod(1 - betas)
@@ -174,7 +175,7 @@ def test_a_velocity_in_the_place_of_noise(schedule, shape, seed, name):
 
 
 def denoised(x: np.ndarray, sigma: float, data: float) -> np.ndarray:
-    """[K] eq. 7 and table 1."""
+    """Return the denoised x by [K] eq. 7 and table 1."""
     total = sigma**2 + data**2
     output = network(x / math.sqrt(total), 1000 * math.log(sigma) / 4)
     return data**2 / total * x + sigma * data / math.sqrt(total) * output
@@ -189,7 +190,7 @@ def denoised(x: np.ndarray, sigma: float, data: float) -> np.ndarray:
 )
 @MANY
 def test_edm(name, sigmas, data, shape, seed):
-    """[K] Algorithm 1, its Euler step alone, and [D] Algorithm 2 with alpha = 1."""
+    """The reference is [K] Algorithm 1, its Euler step alone, or [D] Algorithm 2 with alpha = 1."""
     x = start = sigmas[0] * randn(seed, *shape)
     last = None
     for k, (now, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
@@ -218,7 +219,7 @@ def test_edm(name, sigmas, data, shape, seed):
 )
 @MANY
 def test_flow(name, times, shape, seed):
-    """Euler's and Heun's methods for dx/dt = model(x, 1000 t), times that the network gets in float32."""
+    """The reference is Euler's or Heun's method for dx/dt = model(x, 1000 t), with float32 times for the network."""
     x = start = randn(seed, *shape)
     for now, after in zip(times[:-1], times[1:], strict=True):
         d = network(x, float(np.float32(1000 * now)))
@@ -230,9 +231,9 @@ def test_flow(name, times, shape, seed):
 
 
 def unipc(predict, times, levels, alphas, x: np.ndarray) -> np.ndarray:
-    """[U] for predictions of x_0 with B_2(h): UniP-2 and UniC-2, with the corrected x kept apart.
+    """Sample with [U]'s UniP-2 and UniC-2 for x_0 predictions and B_2(h), keeping the corrected x separate.
 
-    predict: returns x_0 from x at a time.
+    ``predict`` returns x_0 from x and a time.
     """
     lambdas = -np.log(np.minimum(levels, 1e6), where=levels > 0, out=np.full_like(levels, -np.inf))
     found, corrected, steps = [], x, len(times) - 1
@@ -249,7 +250,7 @@ def orders(steps: int, k: int) -> int:
 
 
 def updated(found, k, lambdas, times, alphas, x, order, correct):
-    """Return x at point k from the corrected one at k - 1, with or without the x_0 predicted at k."""
+    """Return x at point k from the corrected x at k - 1, with or without the x_0 predicted at k."""
     last = found[k - 1]
     if times[k] == 0:
         return last
@@ -261,7 +262,7 @@ def updated(found, k, lambdas, times, alphas, x, order, correct):
     if correct:
         places.append(1.0)
         differences.append(found[k] - last)
-    # R(h) a = phi(h), where phi_n = h^n n! varphi_n+1 / B(h); one unknown is 1/2 whatever h.
+    # R(h) a = phi(h), where phi_n = h^n n! varphi_n+1 / B(h); a single unknown is 1/2 for any h.
     z, bound = -h, math.expm1(-h)
     phi, varphi = [], bound / z
     for n in range(1, len(places) + 1):
@@ -290,7 +291,7 @@ def test_unipc_along_edms_levels(levels, data, shape, seed):
 @given(steps=st.integers(1, 9), shift=st.floats(0.5, 8), shape=SHAPES, seed=st.integers(0, 99))
 @MANY
 def test_unipc_along_a_flow(steps, shift, shape, seed):
-    """From t = 1, where lambda is taken to be that of 1 - 1e-6."""
+    """It starts from t = 1, where lambda is that of t = 1 - 1e-6."""
     t = np.linspace(1, 0, steps + 1)
     times = shift * t / (1 + (shift - 1) * t)
     times[0] = 1

@@ -1,4 +1,4 @@
-"""``init`` and ``step`` of every sampler: pure, the whole loop when repeated, and one recording for all steps."""
+"""Samplers' ``init`` and ``step`` are pure, repeat to the complete loop, and can be recorded once for all steps."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def network(learned: bool):
 
 
 def problem(which: str, name: str, steps: int = 7, interval=(0.3, 3.0), dtype=torch.float32):
-    """(model, trajectory, x at the first point, noise_fn): guided in an interval of noise levels."""
+    """Return a model guided in an interval of noise levels, its trajectory, the first x and noise_fn."""
     objective = OBJECTIVES[which]
     y, model = torch.tensor([1, 2, 3]), network(objective.learn_sigma)
     guided, plain = (cfg_model(model, y, torch.tensor(0), scale) for scale in (3.0, 1.0))
@@ -66,7 +66,7 @@ def test_steps_taken_one_by_one_are_the_loop(which, name, options, dtype, steps)
 @OF_EVERY
 def test_objectives_draw_by_their_trajectory(which, name, options):
     if options:
-        return  # an objective's own samples have none
+        return  # an objective's ``sample`` takes no options
     model, trajectory, x, noise_fn = problem(which, name)
     expected = sample(name, model, x, trajectory, noise_fn=noise_fn)
     y, objective = torch.tensor([1, 2, 3]), OBJECTIVES[which]
@@ -77,7 +77,7 @@ def test_objectives_draw_by_their_trajectory(which, name, options):
 
 @OF_EVERY
 def test_a_step_is_a_pure_function(which, name, options):
-    """Steps change none of their arguments, remember nothing, and can be taken in any order and by another sampler."""
+    """Steps change no arguments, keep no state, and can be taken in any order and by another sampler."""
     sampler, x = made(which, name, options)
     other, _ = made(which, name, options)
     start, states = x.clone(), [sampler.init(x)]
@@ -94,7 +94,7 @@ def test_a_step_is_a_pure_function(which, name, options):
 
 
 def recorded(sampler, state, i: int):
-    """The operations of step i on ``state``, as a function of another state and other inputs of the same kind."""
+    """Record step i's operations on ``state`` as a function of states and inputs of the same kind."""
     inputs, model = sampler.inputs(i), sampler.model_at(i)
 
     def advance(state, present):
@@ -107,8 +107,8 @@ def recorded(sampler, state, i: int):
 
 @OF_EVERY
 def test_one_recording_serves_all_steps_of_a_kind(which, name, options):
-    """A step's operations, recorded on one step's tensors and repeated with those of another, make that other step: so
-    nothing but the inputs differs between steps, and nothing is read on the host."""
+    """Replaying one step's recording with another step's tensors gives that step, so only the inputs may differ
+    between steps and nothing may be read on the host."""
     sampler, x = made(which, name, options, steps=12)
     state, recordings = sampler.init(x), {}
     for i in range(sampler.steps):
@@ -121,12 +121,12 @@ def test_one_recording_serves_all_steps_of_a_kind(which, name, options):
         after = sampler.step(state, i)
         assert all(map(torch.equal, recordings[kind](state, present), after)), i
         state = after
-    # Guided and not; and the last step of some adds no noise, or has one slope.
+    # Guided or not; some samplers' last step adds no noise or has only one slope.
     assert 2 <= len(recordings) <= 3
 
 
 class OnTheHost(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU, or copy to it."""
+    """Records operations that make the host wait for a GPU or copy to it."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ def test_a_step_neither_reads_nor_copies_on_the_host(which, name, options):
     model, trajectory, x, _ = problem(which, name)
     noises = [torch.ones_like(x) for _ in range(trajectory.steps)]
     sampler = SAMPLERS[name](model, trajectory, x, noises.__getitem__, **options)
-    state = sampler.step(sampler.init(x), 0)  # the schedule's tables are made when first looked at
+    state = sampler.step(sampler.init(x), 0)  # the first step makes the schedule's tables
     with OnTheHost() as host:
         for i in range(1, sampler.steps):
             state = sampler.step(state, i)

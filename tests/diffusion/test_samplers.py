@@ -1,4 +1,4 @@
-"""The samplers, against diffusers step by step and against Gaussian data, whose exact denoiser is known."""
+"""Samplers are compared with diffusers step by step, and with exact results for Gaussian data."""
 
 import math
 
@@ -21,7 +21,7 @@ NAMES = DDPMObjective().samplers
 
 
 def along(schedule: DDPM, name: str, model, x, **how):
-    """A sampler along a DDPM schedule."""
+    """Run a sampler along a DDPM schedule."""
     return sample(name, model, x, DDPMTrajectory(schedule), **how)
 
 
@@ -34,7 +34,7 @@ def randn(*shape, seed=0, dtype=torch.float64):
 
 
 def smooth_model(learned: bool):
-    """A deterministic stand-in for a network: eps (and v) that depend on x and on the timestep it is told."""
+    """Return a deterministic stand-in for a network: eps, and optionally v, depend on x and the timestep."""
 
     def model(x, t):
         assert t.dtype == torch.int64 and t.shape == x.shape[:1]
@@ -46,19 +46,19 @@ def smooth_model(learned: bool):
 
 
 def recorded_noise(shape, dtype=torch.float64):
-    """A generator for diffusers and a noise_fn that repeats its numbers, step by step."""
+    """Return a generator for diffusers, and a noise_fn with the same numbers."""
     ours = torch.Generator().manual_seed(7)
     return torch.Generator().manual_seed(7), lambda k: torch.randn(shape, generator=ours, dtype=dtype)
 
 
 def in_float64(scheduler):
-    """diffusers keeps its schedule in float32, where 1 - beta has lost three digits of a beta of 1e-4."""
+    """Replace diffusers' float32 schedule, in which 1 - beta loses three digits of a beta of 1e-4."""
     scheduler.alphas_cumprod = torch.from_numpy(np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)))
     scheduler.one = scheduler.final_alpha_cumprod = torch.tensor(1.0, dtype=torch.float64)
     return scheduler
 
 
-# Against diffusers
+# Compared with diffusers
 
 
 @pytest.mark.parametrize("num_steps", [1000, 250, 10, 2])
@@ -73,7 +73,7 @@ def test_ddpm_matches_diffusers(variance_type, num_steps):
     generator, noise_fn = recorded_noise(x.shape)
     got, states = along_with_states(schedule, "ddpm", model, x, noise_fn=noise_fn)
     for k, t in enumerate(reference.timesteps):
-        # step by step from the same state, so that errors can't add up
+        # each step starts from the same state, so that errors can't add up
         expected = reference.step(model(states[k], t.expand(2)), t, states[k], generator).prev_sample
         after = states[k + 1] if k + 1 < num_steps else got
         torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5, msg=lambda m, t=t: f"t = {t}: {m}")
@@ -82,7 +82,7 @@ def test_ddpm_matches_diffusers(variance_type, num_steps):
 @pytest.mark.parametrize("eta", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("num_steps, stride", [(1000, 1), (28, 37), (38, 27)])
 def test_ddim_matches_diffusers(num_steps, stride, eta):
-    """diffusers takes the previous timestep to be ``stride`` earlier: these spacings are the ones where it is."""
+    """diffusers takes the previous timestep to be ``stride`` earlier, which is true for these spacings."""
     schedule = SCHEDULE.respaced(num_steps)
     assert schedule.timestep_map.diff().unique().tolist() == [stride]
     reference = in_float64(
@@ -123,13 +123,13 @@ def test_dpmpp_matches_diffusers(num_steps, learned):
     for k, t in enumerate(reference.timesteps):
         expected = reference.step(model(states[k], t.expand(2)), t, states[k]).prev_sample
         after = states[k + 1] if k + 1 < num_steps else got
-        # float32: at t = 999 x_0 is 157 times the difference of two terms, and where steps are dense, as at 1000 of
-        # them, the extrapolation divides that by the smallness of a step
+        # In float32 at t = 999, x_0 is 157 times the difference of two terms. With 1000 steps, the extrapolation then
+        # divides by a small step length.
         torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4, msg=lambda m, t=t: f"t = {t}: {m}")
 
 
-# Against Gaussian data N(MU, STD^2): the exact eps is affine in x, so a sampler is affine in its noises, and the mean
-# and variance of what it returns follow exactly from a few probes, without any sampling error.
+# For Gaussian data N(MU, STD^2) the exact eps is affine in x, so a sampler is affine in its noises. The result's mean
+# and variance follow exactly from a few probes.
 
 MU, STD = 1.5, 0.4
 
@@ -144,7 +144,7 @@ def gaussian_model(schedule: DDPM, learned: bool):
         eps = (1 - ac).sqrt() * (x - ac.sqrt() * MU) / total
         if not learned:
             return eps
-        # The exact reverse step: posterior variance, plus what is uncertain about x_0 through its mean.
+        # The exact reverse step has the posterior variance plus the uncertainty about x_0 through its mean.
         i = index_of[int(t[0])]
         weight = schedule.posterior_mean_x0[i]
         variance = schedule.posterior_log_variance[i].exp() + weight**2 * STD**2 * (1 - ac) / total
@@ -155,10 +155,10 @@ def gaussian_model(schedule: DDPM, learned: bool):
 
 
 def result_moments(sampler, schedule, learned, **options):
-    """Mean and standard deviation of the sampler's result, from x_T ~ q(x_T), the exact marginal."""
+    """Return the mean and standard deviation of the sampler's result from the exact marginal q(x_T)."""
     n, ac = schedule.num_steps, float(schedule.alphas_cumprod[-1])
     start_mean, start_std = math.sqrt(ac) * MU, math.sqrt(ac * STD**2 + 1 - ac)
-    # Row 0: no noise at all. Row 1: one standard deviation of x_T. Row 2 + k: one of step k's noise.
+    # Row 0 has no noise, row 1 one standard deviation of x_T, and row 2 + k one of step k's noise.
     x = torch.full((n + 2, 1), start_mean, dtype=torch.float64)
     x[1] += start_std
 
@@ -175,7 +175,7 @@ def result_moments(sampler, schedule, learned, **options):
 def test_ddpm_with_the_exact_variance_is_exact_in_any_number_of_steps(num_steps):
     schedule = SCHEDULE.respaced(num_steps)
     mean, std = result_moments("ddpm", schedule, learned=True)
-    # The last step returns the mean of x_0 given x at t = 0: it loses that one conditional variance, 1e-4.
+    # The last step returns the mean of x_0 given x at t = 0, so that conditional variance of 1e-4 is lost.
     ac = 1 - 1e-4
     lost = STD**2 * (1 - ac) / (ac * STD**2 + 1 - ac)
     assert mean == pytest.approx(MU, rel=1e-4)
@@ -186,7 +186,7 @@ def test_ddpm_with_the_fixed_variance_converges():
     errors = []
     for num_steps in (10, 100, 1000):
         mean, std = result_moments("ddpm", SCHEDULE.respaced(num_steps), learned=False)
-        assert mean == pytest.approx(MU, rel=1e-4)  # eps being exact, so is the mean
+        assert mean == pytest.approx(MU, rel=1e-4)  # the mean is exact, because eps is
         errors.append(abs(std / STD - 1))
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.01
 
@@ -209,7 +209,7 @@ def test_timesteps_even_in_noise_are_distinct_and_reach_both_ends(num_steps):
     assert schedule.num_steps == num_steps and steps[0] == 0 and (steps.diff() > 0).all()
     assert num_steps == 1 or steps[-1] == 999
     torch.testing.assert_close(schedule.alphas_cumprod, SCHEDULE.alphas_cumprod[steps])
-    if 2 <= num_steps <= 20:  # few enough for every one to be had, to within the schedule's own spacing
+    if 2 <= num_steps <= 20:  # with few steps, the timesteps are even to within the schedule's spacing
         logs = -0.5 * torch.logit(schedule.alphas_cumprod)
         even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64)
         assert (logs - even).abs().max() < 0.2
@@ -222,9 +222,9 @@ def test_steps_even_in_noise_need_to_exist():
 
 
 def test_dpmpp_is_of_second_order():
-    """On steps of equal length in log sigma: the evenly spaced ones of ``respaced`` are rounded to whole timesteps."""
+    """Steps have equal lengths in log sigma, because ``respaced`` rounds to integer timesteps."""
 
-    def model(scaled, timestep):  # of EDM: the F whose denoiser is exact
+    def model(scaled, timestep):  # EDM's F with an exact denoiser
         sigma = torch.exp(timestep / 250).view(-1, 1)
         x, total = scaled * (sigma**2 + STD**2).sqrt(), sigma**2 + STD**2
         return (MU + STD**2 / total * (x - MU) - STD**2 / total * x) * total.sqrt() / (sigma * STD)
@@ -245,7 +245,7 @@ def test_dpmpp_of_20_steps_is_closer_than_ddim_of_20():
 
 
 def test_from_standard_normal_noise_the_data_come_out():
-    """The whole path with real noise: 4,096 samples' mean and deviation, within 4 standard errors and 1 %."""
+    """The mean and deviation of 4,096 samples from real noise are within 4 standard errors and 1 %."""
     schedule, index = SCHEDULE.respaced(100), torch.arange(4096)
     model, start, noise_fn = gaussian_model(schedule, True), initial_noise(3, index, (1,)), keyed_noise(3, index, (1,))
     for name in NAMES:
@@ -271,7 +271,7 @@ def test_shapes_dtypes_and_timesteps(name, shape):
     got = along(SCHEDULE.respaced(5), name, model, x, noise_fn=keyed_noise(0, index, shape))
     assert got.shape == (2, *shape) and got.dtype == torch.float32
     assert seen == [[t, t] for t in (999, 749, 500, 250, 0)]
-    # Arithmetic is float32 however the model computes, and whatever x came in.
+    # Arithmetic is float32, whatever the dtypes of the model and x are.
     lower = along(SCHEDULE.respaced(5), name, model, x.bfloat16(), noise_fn=keyed_noise(0, index, shape))
     assert lower.dtype == torch.float32
 
@@ -346,7 +346,7 @@ def test_noise_is_keyed_by_the_sample():
         noise = keyed_noise(5, whole, shape)(k)
         assert noise.shape == (10, *shape) and noise.dtype == torch.float32
         assert torch.equal(noise, normal(5, k, whole, Stream.SAMPLE_STEP, shape))
-        for i in (0, 3, 9):  # bit for bit, alone or in another company
+        for i in (0, 3, 9):  # bit for bit, alone or in another batch
             assert torch.equal(keyed_noise(5, torch.tensor([i]), shape)(k)[0], noise[i])
             assert torch.equal(keyed_noise(5, torch.tensor([77, i]), shape)(k)[1], noise[i])
             assert torch.equal(initial_noise(5, torch.tensor([77, i]), shape)[1], initial_noise(5, whole, shape)[i])

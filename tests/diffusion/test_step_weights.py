@@ -1,4 +1,4 @@
-"""The weights that samplers state for their steps, against the steps themselves in float64."""
+"""Samplers' stated step weights are compared with the steps themselves in float64."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def numbers(seed: int) -> torch.Tensor:
 
 
 class Network:
-    """Returns given outputs, one an evaluation, and keeps what it gets."""
+    """Returns one given output per evaluation, and keeps its inputs."""
 
     def __init__(self, outputs, variance):
         self.outputs, self.variance, self.inputs = outputs, variance, []
@@ -75,4 +75,4 @@ def test_steps_are_their_weighted_sums(which, name, steps):
 def check(weights, terms, want):
     got = sum(weight * term for weight, term in zip(weights, terms, strict=True))
     size = sum(abs(weight) * term.abs() for weight, term in zip(weights, terms, strict=True))
-    assert ((got - want).abs() <= 2e-5 * (size + 1)).all()  # tables are float32, and x_0 is 157 times a difference
+    assert ((got - want).abs() <= 2e-5 * (size + 1)).all()  # tables are float32; x_0 is 157 times a difference

@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 COMMANDS = ("demo", "ucf101", "folder", "check", "look", "latents", "shards", "index")
-# file: the words of the command, before --help all
+# file -> the command's words before --help all
 PROGRAMS = {
     "train": ["train.py"],
     "sample": ["sample.py"],
@@ -28,14 +28,14 @@ PROGRAMS = {
 
 
 def help_of(tree: Path, words: list[str]) -> str:
-    """Return the output of a program in a working tree for ``--help all``."""
+    """Return a program's output for ``--help all`` in a working tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "120"}
     argv = [sys.executable, *words, "--help", "all"]
     return subprocess.run(argv, cwd=tree, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 def tasks_of(readme: str) -> list[str]:
-    """Return the lines of README's table of tasks, without the header."""
+    """Return the rows of README's table of tasks, without the header."""
     table = re.search(r"^\| you want \| run \|\n\|[-| ]+\n((?:\|.*\n)+)", readme, re.MULTILINE)
     assert table is not None
     return table[1].splitlines()

@@ -1,4 +1,4 @@
-"""An example of a data source, ``--data_path example``: pictures of stripes in two directions."""
+"""An example data source, ``--data_path example``: pictures of horizontal and vertical stripes."""
 
 import torch
 

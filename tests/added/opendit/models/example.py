@@ -1,4 +1,4 @@
-"""An example of an architecture: a DiT whose MLP multiplies two branches, and the plan of this DiT."""
+"""An example architecture: a DiT whose MLP multiplies two branches, with its plan."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""An example of an objective: straight paths from data to noise, with a network that predicts the data."""
+"""An example objective: straight paths from data to noise, with a network that predicts the data."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

@@ -1,4 +1,4 @@
-"""An example of a plugin: torch's AdamW on the whole module in one process, without Colossal-AI."""
+"""An example plugin: torch's AdamW on the complete module in one process, without Colossal-AI."""
 
 import torch
 from torch import Tensor
