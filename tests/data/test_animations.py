@@ -185,7 +185,7 @@ def test_profiles_and_turns_of_animations_are_those_of_pictures(tmp_path):
     assert file_size(str(tmp_path / "b.webp"), False) == (3, 12, 8)
 
 
-# ---------------------------------------------------------------- wherever files lie
+# ---------------------------------------------------------------- folders, tables and tars
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_evaluation_reads_a_folder_of_animations_as_clips(tmp_path):
         open_media(tmp_path, "--samples", MediaOptions(image_size=16, num_frames=4))
 
 
-# ---------------------------------------------------------------- from strangers
+# ---------------------------------------------------------------- untrusted files
 
 
 def test_damaged_and_absurd_animations_are_bad_samples(tmp_path, monkeypatch):

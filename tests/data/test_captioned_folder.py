@@ -34,7 +34,7 @@ def captions(data):
     return {os.path.basename(data.source(row)): data.caption(row) for row in range(len(data))}
 
 
-# ---------------------------------------------------------------- which meaning a folder has
+# ---------------------------------------------------------------- classes or captions
 
 
 def test_captions_beside_pictures_and_clips_also_in_subfolders(tmp_path):

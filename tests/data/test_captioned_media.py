@@ -79,7 +79,7 @@ def test_a_ucf101_tree(tmp_path, capsys):
 
 
 def test_captions_come_from_the_nearest_source(tmp_path):
-    """clip.txt comes before clip.json, and that before the folder's name. Empty side-cars and the root's name do not
+    """clip.txt comes before clip.json, which comes before the folder's name. Empty side-cars and the root's name do not
     count."""
     for name in ("both", "json", "text_key", "empty", "list", "plain", "broken", "latin"):
         clip(tmp_path / "red-panda_cub" / f"{name}.mp4", frames=1)

@@ -132,7 +132,7 @@ def test_crop_of_the_right_size_is_exact_and_reduction_is_antialiased():
     assert resize_and_crop(stripes, 32).abs().max() < 0.03
 
 
-# ---------------------------------------------------------------- sound files
+# ---------------------------------------------------------------- encoded files
 
 
 @pytest.fixture(scope="module")

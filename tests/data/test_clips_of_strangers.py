@@ -28,11 +28,11 @@ def table(path, target, box, at, value, kind=">I"):
 @pytest.mark.parametrize(
     ("box", "at", "value", "says"),
     [
-        (b"stts", 4, 233, "its table stts declares more entries than it holds"),  # used to end the process
+        (b"stts", 4, 233, "its table stts declares more entries than it holds"),  # could end the process
         (b"stsz", 8, 31, "its table stsz declares more entries than it holds"),
         (b"stco", 4, 2**30, "its table stco declares more entries than it holds"),
-        (b"stts", 8, 2**32 - 1, "declares 4,294,967,295 samples, more than its "),  # used to end the process
-        (b"stsz", 8, 50_000_000, "declares 50,000,000 samples, more than its "),  # used to take 3.5 GB
+        (b"stts", 8, 2**32 - 1, "declares 4,294,967,295 samples, more than its "),  # could end the process
+        (b"stsz", 8, 50_000_000, "declares 50,000,000 samples, more than its "),  # could take 3.5 GB
         (b"stts", 12, 2**31 - 1, "too short: 1 frame"),  # the edit list ends before the second frame
     ],
 )
@@ -90,7 +90,7 @@ def test_tables_in_boxes_whose_size_is_written_otherwise(tmp_path, size):
         if size == "of 64 bits":
             head = struct.pack(">I4sQ", 1, b"trak", held + 8)
             inner = inner[:track] + head + inner[track + 8 :]
-        else:  # the last box of those around it
+        else:  # a size of 0, for the last box of its parent
             inner = (
                 inner[:track]
                 + inner[track + held :]

@@ -30,9 +30,9 @@ def reader(request):
     return request.param
 
 
-# ---------------------------------------------------------------- the rule, written anew
+# ---------------------------------------------------------------- the reference
 
-# BT.2087's matrix from BT.2020 to BT.709, with more digits than it prints.
+# BT.2087's matrix from BT.2020 to BT.709, with more digits than the standard prints.
 TO_709 = np.array(
     [[1.6604910, -0.5876411, -0.0728499], [-0.1245505, 1.1328999, -0.0083494], [-0.0181508, -0.1005789, 1.1187297]]
 )
@@ -227,7 +227,7 @@ def test_hdr_is_found_by_the_stream_where_the_container_says_nothing(tmp_path, r
 
 
 def test_what_other_readers_would_show_otherwise_is_left_to_pyav(tmp_path):
-    """This also holds where torchcodec, which would show them otherwise, is not installed."""
+    """This also holds where torchcodec, which would show them differently, is not installed."""
     ramp, high = np.linspace(0, 0.7, 96), np.linspace(0, 0.7, 1280)
     for signal, tags, converted in (
         (ramp, (9, PQ, 9), True),

@@ -1,4 +1,4 @@
-"""Test that preprocess.py shards converts latents in safetensors files, as versions before tars wrote them.
+"""Test that preprocess.py shards converts latents in safetensors files, which versions before tars wrote.
 
 ``tests/test_formats.py`` converts caches that such a version wrote.
 """

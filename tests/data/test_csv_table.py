@@ -103,7 +103,7 @@ def test_what_is_written_is_read(tmp_path, values):
     assert read_table(tmp_path / "round.csv") == rows
 
 
-# ---------------------------------------------------------------- tables of strangers
+# ---------------------------------------------------------------- untrusted tables
 
 
 @pytest.fixture

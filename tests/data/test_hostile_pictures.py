@@ -19,8 +19,6 @@ from opendit.data.base import BadSample
 from opendit.data.picture_file import read_picture
 from tests.data.test_picture_file import noise, png, reason
 
-# ---------------------------------------------------------------- files of strangers
-
 
 def run_apart(code, *arguments, memory=None):
     """Run code in a separate process and return what it prints. ``memory`` is how many bytes of address space the

@@ -170,7 +170,7 @@ def test_errors_are_in_the_same_words(tmp_path, reader):
         assert words in outcome(tmp_path / f"{name}.mp4", reader)
 
 
-# ---------------------------------------------------------------- which one is taken
+# ---------------------------------------------------------------- which reader is chosen
 
 
 def test_auto_takes_the_fastest_that_works(monkeypatch, fresh):

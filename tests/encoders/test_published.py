@@ -125,7 +125,7 @@ def test_counts_are_those_of_the_mask(name, encoders, pipelines):
 
 
 def test_lumina2_leads_away_from_bare_prompts(encoders, pipelines):
-    """Lumina 2's negative prompts, even the empty one, lack the instruction that comes before other prompts."""
+    """Lumina 2's negative prompts, even the empty one, do not get the instruction that comes before other prompts."""
     got = encoders["lumina2"].encode(CAPTIONS, away=True)
     with torch.no_grad():
         *_, want, mask = pipelines["lumina2"].encode_prompt(["a"] * len(CAPTIONS), negative_prompt=list(CAPTIONS))

@@ -180,7 +180,7 @@ def test_a_model_of_captions_is_asked_for_every_digit_and_direction():
     assert given["accuracy"].drawn == found["accuracy"].drawn
 
 
-# ------------------------------------------------------------------------------------------ what was asked for
+# ------------------------------------------------------------------------------------------ requested digits
 
 
 @settings(deadline=None)

@@ -116,7 +116,7 @@ def test_labels_are_balanced_or_drawn():
     assert given.labels == "given" and given.value == seen[0][1]
 
 
-# ------------------------------------------------------------------------------------------ ranks, starts
+# ------------------------------------------------------------------------------------------ ranks and restarts
 
 
 def on_rank(mesh, folder: str) -> list:

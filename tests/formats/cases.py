@@ -1,7 +1,7 @@
 """The fixtures of file formats: the flags that write them, the flags that read them, and the values in them.
 
 ``make.py`` writes the fixtures with the programs of an earlier commit; ``tests/test_formats.py`` reads them with the
-current programs. This module imports nothing of the project, because both use it.
+current programs. This module imports nothing from the project, because both use it.
 
 Weights and moments in the fixtures are a pattern instead of trained values. The pattern is a function of the tensor's
 name and the index of an element, so it compresses well, and a test knows every value without a second copy of it. Fixed
@@ -17,7 +17,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "recorded.json"
 PERIOD = 1021  # a prime above every dimension of these models, so that all rows of a matrix differ
-# Buffers that are computed from the configuration -> number of axes of their grid. Learned positions are no buffers.
+# Buffers that are computed from the configuration -> number of axes of their grid. Learned positions are not buffers.
 FIXED_TABLES = {"pos_embed": 2, "temporal_embed": 1, "text_encoder.positions": 1}
 STEPS = 2  # number of recorded training steps after loading a fixture
 
@@ -94,7 +94,7 @@ RUNS = {
     " --evaluate_metrics accuracy --evaluate_steps 1",
     "packs": "--model DiT-Ti/2 --data_path pictures --image_size 16 --pack_tokens 64 --batch_size 96 --num_classes 2",
     "lora": f"--model DiT-Ti/2 {CLASSES} --lora 4 --lora_alpha 8 --pretrained base.safetensors",
-    # Sharded checkpoints, with flat cuts, cuts of rows, cuts of heads' rows inside of rows, experts, and stages.
+    # Sharded checkpoints with tensors cut flat, by rows, by rows and heads, by experts and by stages.
     "zero2": f"--model DiT-Ti/2 {CLASSES} {SHARDED} {TWO_EMAS}",
     "fsdp": f"--model vDiT-Ti/122 {CLIPS} --plugin fsdp --objective flow --max_text_tokens 64",
     "tensor": f"--model DiT-Ti/2 {CLASSES} --plugin fsdp --tensor_parallel_size 2",

@@ -22,7 +22,7 @@ def drawn(schedule, steps):
 
 
 def check_epochs(rows, members):
-    """Check that a pool's rows are drawn in one permutation of its members after another, and return their number."""
+    """Check that a pool's rows are drawn as one permutation of its members after another, and return their number."""
     of_pool = rows[np.isin(rows, members)]
     for first in range(0, len(of_pool), len(members)):
         part = of_pool[first : first + len(members)]
@@ -84,8 +84,8 @@ def test_epochs_of_each_source_are_exact():
 @settings(deadline=None, max_examples=5)
 @given(st.integers(0, 2**40), st.integers(1, 6), st.integers(1, 3))
 def test_shapes_and_sources(seed, part, micro):
-    """A micro-batch has one shape, though its rows may come from several sources. The shares hold, and the rows with
-    the same shape and source come in permutations."""
+    """A micro-batch has one shape, but its rows may come from several sources. The shares hold, and the rows with one
+    shape and source come in permutations."""
     sizes, keys = [60, 45, 20], np.array(([0, 0, 1] * 20) + [1] * 45 + [0, 5] * 10, dtype=np.uint8)
     schedule = BlendSchedule(sources_of(sizes, (0, (5, 3, 2)), (40, (1, 1, 1))), part * micro, micro, seed, keys)
     assert schedule.micro_batches == micro

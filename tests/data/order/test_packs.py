@@ -55,8 +55,7 @@ def flat(schedule, steps):
 @settings(deadline=None, max_examples=40)
 @given(LENGTHS, st.integers(64, 300), st.integers(1, 16), st.integers(0, 2**63), st.integers(1, 40))
 def test_nothing_is_lost_or_repeated(lengths, capacity, packs, seed, stop):
-    """At the start of a window, the samples drawn and those left over are exactly the first ones in the order of
-    samples."""
+    """At the start of a window, the samples drawn and those left over are exactly the first ones in the order."""
     lengths = np.array(lengths)
     schedule = PackSchedule(lengths, capacity, packs, seed, attention=50.0)
     begins = schedule.state(stop)["step"]
@@ -235,7 +234,7 @@ def test_steps_of_a_pass_count_the_changes_of_a_blend():
 @settings(deadline=None, max_examples=8)
 @given(LENGTHS, st.integers(1, 100), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
 def test_other_packs_go_on_with_what_was_not_taken(lengths, stop, more, packs, others, seed):
-    """A resume with packs of another size or number loses and repeats no sample."""
+    """A resume with another size or number of packs loses and repeats no sample."""
     lengths = np.array(lengths)
     before, after = PackSchedule(lengths, 64, packs, seed), PackSchedule(lengths, 100, others, seed)
     assert not after.restore(json.loads(json.dumps(before.state(stop))), stop)

@@ -87,8 +87,7 @@ def test_shapes_over_epochs_lose_and_repeat_nothing(keys, part, micro, seed, epo
 
 
 def test_what_fills_no_batch_begins_the_shapes_first_batch_of_the_next_epoch():
-    """With 5 rows in micro-batches of 2, the fifth row of the first permutation shares one with the first of the
-    second."""
+    """With 5 rows in micro-batches of 2, the fifth row of one permutation is batched with the first row of the next."""
     schedule = BucketSchedule([0] * 5 + [1] * 4, 2, 1, seed=3)
     parts = [rows for rows in map(schedule.rows, range(schedule.steps(2))) if rows[0] < 5]
     order = [row for rows in parts for row in rows]
