@@ -57,15 +57,15 @@ SIZES = {
     "sd3": (10, 14),
     "cosmos2": (10, 14),
 }  # fmt: skip  (35 tokens of a picture, 105 of a clip)
-# Caption lengths of batches of three: unequal, equal, and again unequal but with other lengths.
+# Caption lengths in batches of three: unequal, equal, and unequal with other lengths.
 LENGTHS = [(40, 5, 20), (70, 70, 70), (40, 33, 20)]
-NULL = 9  # number of tokens of the empty caption
+NULL = 9  # number of tokens in the empty caption
 STEPS = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """A family, the sampler, and the scale of guidance. FLUX.1's network gets its guidance as an input instead."""
+    """A family, its sampler and its guidance scale. FLUX.1's network gets its guidance as an input instead."""
 
     family: str
     sampler: str
@@ -92,12 +92,12 @@ def network(family: str) -> PublicDiT:
     """Return a family's network in fp32 on the CPU."""
     torch.manual_seed(0)
     model = PublicDiT(public_config(family, VALUES[family], SIZES[family]))
-    randomise(model, std=0.05 if family == "z_image" else 0.1)  # captions matter, and rounding little
+    randomise(model, std=0.05 if family == "z_image" else 0.1)  # captions matter, and rounding does not
     return model.eval().requires_grad_(False)
 
 
 def batch(family: str, number: int) -> tuple[TextCondition, TextCondition, Tensor, int]:
-    """Return the captions of a batch, the empty caption, the samples' numbers and the seed."""
+    """Return a batch's captions, the empty caption, the samples' numbers and the seed."""
     torch.manual_seed(number)
     lengths = LENGTHS[number]
     both = captions(family, VALUES[family], [*lengths, NULL], torch.float32)
@@ -107,14 +107,14 @@ def batch(family: str, number: int) -> tuple[TextCondition, TextCondition, Tenso
 
 @functools.cache
 def exact(case: Case, number: int) -> Tensor:
-    """Return the latents of a batch, drawn in fp32 on the CPU."""
+    """Return a batch's latents, drawn in fp32 on the CPU."""
     y, null, index, seed = batch(case.family, number)
     model = network(case.family)
     return sample_latents(model, y, null, index, objective=case.objective, seed=seed, **case.settings)
 
 
 def placed(model: PublicDiT, device: torch.device, dtype: torch.dtype, sequence: Any = None) -> PublicDiT:
-    """Move a model, and give it the kernels of sampling; a model whose layers are divided, those of training."""
+    """Move a model and give it the sampling kernels, or the training kernels if its layers are divided."""
     config, speed = model.config, SpeedFlags(True, True, True)
     whole = sequence is None or not hasattr(sequence, "sequence")
     kernels = select_kernels(speed, device, dtype, config.head_dim, config.tokens, inference=whole)
@@ -125,7 +125,7 @@ def placed(model: PublicDiT, device: torch.device, dtype: torch.dtype, sequence:
 def drawn(
     engine: SamplingEngine, family: str, device: torch.device | str = "cpu", numbers: tuple[int, ...] = (0, 1, 2)
 ) -> list[Tensor]:
-    """Draw batches one after the other, and return their latents on the CPU."""
+    """Draw batches one after the other; return their latents on the CPU."""
     found = []
     for number in numbers:
         y, null, index, seed = batch(family, number)
@@ -139,7 +139,7 @@ WAYS = ("cfg_parallel", "tensor", "sequence")
 def shared(
     case: Case, way: str, mesh: Mesh, dtype: torch.dtype
 ) -> tuple[PublicDiT, Callable[[Any], SharedBatch] | None]:
-    """Return this rank's model when two ranks share samples by ``way``, and the engine's wrapper of it, or None."""
+    """Return this rank's model when two ranks share samples by ``way``, and the engine's wrapper for it or None."""
     model, around, sequence = network(case.family), None, None
     if way == "cfg_parallel":
         halves = make_replicas(mesh, True).halves

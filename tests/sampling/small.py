@@ -17,7 +17,7 @@ BYTES = TextConfig("bytes", 64, 16, False)
 
 
 def write(path: Path, name: str = "DiT-Ti/2", *, info: dict | None = None, seed: int = 0, **config) -> Path:
-    """Write a model without VAE, by default for 8 x 8 pixels with one channel and 5 classes. Return the path."""
+    """Write a model without VAE, by default for 8 x 8 pixels with one channel and 5 classes; return the path."""
     condition = {} if "text" in config else {"num_classes": 5}
     config = model_config(name, **{"input_size": (8, 8), "in_channels": 1, **condition, **config})
     torch.manual_seed(seed)
@@ -29,7 +29,7 @@ def write(path: Path, name: str = "DiT-Ti/2", *, info: dict | None = None, seed:
 
 
 def write_lora(path: Path, lora: Lora, config: DiTConfig, name: str, seed: int = 0, full=()) -> Path:
-    """Write a file like a run with --lora, with random numbers. ``full`` names fully trained parameters."""
+    """Write a random file like that of a run with --lora; ``full`` names fully trained parameters."""
     model, generator = empty_model(config, parameters=False), torch.Generator().manual_seed(seed)
     state = {key: torch.randn(dict(model.named_parameters())[key].shape, generator=generator) for key in full}
     for layer, (rank, columns, rows) in targets(model, lora).items():

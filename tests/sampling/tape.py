@@ -1,4 +1,4 @@
-"""Imitate CUDA graphs without a GPU: a replay reads and writes the same memory as the recording."""
+"""Imitates CUDA graphs without a GPU: a replay reads and writes the same memory as the recording."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ def tensors_of(tree) -> list[Tensor]:
 
 
 class _Tape(TorchDispatchMode):
-    """Record every operation with its arguments and results, and copies of the arguments that the operation changes."""
+    """Records operations with their arguments and results, and copies the arguments that they change."""
 
     def __init__(self):
         super().__init__()
@@ -34,9 +34,10 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """A replacement for ``GraphRecorder``. Recording restores all changed tensors, and a replay depends only on memory.
+    """A replacement for ``GraphRecorder``. Recording restores all changed tensors, and a replay depends only on
+    memory.
 
-    The results of the recorded operations are overwritten before every replay.
+    The results of recorded operations are overwritten before every replay.
     """
 
     def __init__(self):

@@ -1,5 +1,5 @@
-"""Approximations (--cache, --guidance_every) against loops written from the formulas, and their counts of
-evaluations."""
+"""Approximations (--cache, --guidance_every) are compared with loops written from the formulas; evaluations are
+counted."""
 
 import pytest
 import torch
@@ -21,13 +21,15 @@ SCALE = 3.0
 
 
 class Reference:
-    """Guided sampling as a plain loop over the public parts of a model, one half of guidance at a time. ``blocks`` and
-    ``difference`` say what is approximated."""
+    """Guided sampling as a plain loop over the model's public parts, one half of guidance at a time.
+
+    Subclasses override ``blocks`` or ``difference`` to approximate.
+    """
 
     def __init__(self, model, objective, steps: int, sampler: str):
         self.model, self.objective, self.steps, self.name = model, objective, steps, sampler
         self.i = self.number = 0
-        self.full: list[int] = []  # steps that evaluated all blocks, of the last run
+        self.full: list[int] = []  # steps of the last run that evaluated all blocks
 
     def draw(self, y, null, index: Tensor, seed: int, interval=None) -> Tensor:
         config = self.model.config
@@ -45,7 +47,7 @@ class Reference:
         for self.i in range(sampler.steps):
             level = trajectory.levels[self.i]
             self.guides = interval is None or interval[0] <= level <= interval[1]
-            if self.guides != before:  # nothing of earlier steps is used
+            if self.guides != before:  # nothing from earlier steps is used
                 self.kept, self.differences, self.run, before = {}, {}, 0, self.guides
             self.number = 0
             with torch.inference_mode():
@@ -66,7 +68,7 @@ class Reference:
         return cond - self.network(x, t, self.null, ("null", number))
 
     def network(self, x: Tensor, t: Tensor, y, key) -> Tensor:
-        """The model in its parts: embedding, ``blocks``, final layer."""
+        """Run the model in parts: embedding, ``blocks``, final layer."""
         model, alone = self.model, x.shape[2:-2] == (1,)  # a picture is repeated over a patch's frames
         c, context = model.condition(t, y)
         *modulations, last = model.modulations(c)
@@ -80,8 +82,8 @@ class Reference:
 
 
 class Taylor(Reference):
-    """Some steps are evaluated; between, polynomial interpolation through the last evaluations, solved for as a system
-    of linear equations, of every block's own residual."""
+    """Some steps evaluate all blocks. Others interpolate every block's residual with a polynomial through the last
+    evaluations, from a system of linear equations."""
 
     def __init__(self, *args, order: int):
         super().__init__(*args)
@@ -99,7 +101,7 @@ class Taylor(Reference):
             self.full.append(self.i)
             return x
         used = known[-self.order - 1 :]
-        # sum_j a_j i^j = F_i at the evaluated steps i, counted from this one: the wanted value is a_0.
+        # sum_j a_j i^j = F_i at the evaluated steps i, relative to this step, so the result is a_0.
         powers = torch.tensor(
             [[float(i - self.i) ** j for j in range(len(used))] for i, _ in used], dtype=torch.float64
         )
@@ -111,7 +113,7 @@ class Taylor(Reference):
 
 
 class FirstBlock(Reference):
-    """Both halves in one batch, decided once a step."""
+    """Both halves are one batch, and each step decides once whether it evaluates all blocks."""
 
     def __init__(self, *args, threshold: float):
         super().__init__(*args)
@@ -161,7 +163,7 @@ class Reused(Reference):
 
 
 def compare(config, which: str, sampler: str, reference: type, how: dict, asked: dict, *, steps=9, interval=None):
-    """Two batches of an engine, recorded (on CPU) and not, against a reference; returns engine and reference."""
+    """Compare two batches of an engine, recorded and not, with a reference; return engine and reference."""
     objective = OBJECTIVES[which]
     model = fresh(config, objective).double()
     loop = reference(model, objective, steps, sampler, **how)
@@ -225,7 +227,7 @@ KINDS = list({config.kind: config for config in CONFIGS}.values())
 
 @pytest.mark.parametrize(("which", "sampler"), SOME)
 def test_first_block_cache(which, sampler):
-    """With a threshold between the changes that a first run has seen: some steps are whole, others are not."""
+    """The threshold is between changes seen in a first run, so only some steps evaluate all blocks."""
     objective = OBJECTIVES[which]
     look = FirstBlock(fresh(LABELS, objective).double(), objective, 9, sampler, threshold=0.0)
     look.draw(*conditions(LABELS, 2), torch.arange(2) * 7 + 1, 1)
@@ -260,7 +262,7 @@ def test_settings_that_leave_nothing_out_are_exact_bit_for_bit(record, dtype):
 
 
 def test_a_sample_is_what_its_seed_says_in_any_batch():
-    """A fixed schedule does not look at the batch; a batch with an infinite history leaves nothing for the next."""
+    """A fixed schedule does not depend on the batch, and infinite values left by one batch do not reach the next."""
     objective, model = OBJECTIVES["flow"], fresh(LABELS, OBJECTIVES["flow"]).double()
     y, null = conditions(LABELS, 4)
     for asked in ({"cache": "taylor:3"}, {"guidance_every": 3}):
@@ -276,8 +278,8 @@ def test_a_sample_is_what_its_seed_says_in_any_batch():
 
 
 def test_blocks_that_are_evaluated():
-    """In 50 guided steps taylor:3 evaluates 17, guidance_every 4 evaluates the unconditional half in 13; the first
-    block is one of all."""
+    """In 50 guided steps, taylor:3 evaluates 17 and guidance_every 4 evaluates the unconditional half in 13. The first
+    block counts as one block."""
     objective, model = OBJECTIVES["flow"], fresh(LABELS, OBJECTIVES["flow"])
     given, blocks = (*conditions(LABELS, 1), torch.arange(1), 0), len(model.blocks)
     counts = {}
@@ -300,7 +302,7 @@ def test_blocks_that_are_evaluated():
 
 
 class LookedUp(TorchDispatchMode):
-    """Counts the numbers that are looked up in some tensors, by step of an engine."""
+    """Counts the numbers that are looked up in some tensors, for each step of an engine."""
 
     def __init__(self, tensors):
         super().__init__()
@@ -319,13 +321,13 @@ class LookedUp(TorchDispatchMode):
     [(None, False), ("taylor:2", False), ("first_block:10", False), (None, True), ("taylor:2", True)],
 )
 def test_only_what_is_evaluated_is_looked_up(cache, shared):
-    """A step looks up modulations, and keys and values of captions where ranks share a batch, of evaluated blocks
-    alone. The last layer's modulations are always looked up."""
+    """A step only looks up the modulations of evaluated blocks, and their captions' keys and values if ranks share a
+    batch. The last layer's modulations are always looked up."""
     objective, model = OBJECTIVES["flow"], fresh(CAPTIONS, OBJECTIVES["flow"])
     given, depth, steps = (*conditions(CAPTIONS, 2), torch.arange(2), 0), len(model.blocks), 6
     around = (lambda model: model) if shared else None
     engine = SamplingEngine(model, objective, steps=steps, record=False, cache=cache, around=around)
-    engine.sample(*given)  # so that everything has its place
+    engine.sample(*given)  # allocates everything
     loop = engine.loop_of(2)
     network, counts = loop.network, []
     for tensors in ([network.table], network.contexts):
@@ -335,9 +337,9 @@ def test_only_what_is_evaluated_is_looked_up(cache, shared):
     run = [depth if step.mode.blocks == "all" else int(step.mode.blocks == "first") for step in loop.plan]
     assert run == {None: [depth] * 6, "taylor:2": run, "first_block:10": [depth] + [1] * 5}[cache]
     assert (0 in run) == (cache == "taylor:2") and depth > 1
-    block, last, rows = 6 * 48, 2 * 48, 4  # numbers a row, of a batch of two with both halves
+    block, last, rows = 6 * 48, 2 * 48, 4  # numbers per row; a batch of two has both halves
     assert counts[0] == [rows * (block * blocks + last) for blocks in run]
     keys_and_values = sum(part[0].numel() for part in network.contexts[:2])
     mask = network.contexts[-1][0].numel()
-    # Of one rank they are views.
+    # On one rank they are views.
     assert counts[1] == [rows * (keys_and_values * blocks + mask * (blocks > 0)) * shared for blocks in run]

@@ -1,4 +1,4 @@
-"""Approximations as they are asked for: which steps are evaluated, the weights of an extrapolation, and refusals."""
+"""Plans of approximations: which steps are evaluated, extrapolation weights, and refusals."""
 
 import math
 import re
@@ -17,8 +17,7 @@ from tests.sampling.test_sampling_engine import LABELS, OBJECTIVES, fresh
 @pytest.mark.parametrize("order", range(5))
 @pytest.mark.parametrize("every", [2, 3, 7])
 def test_a_polynomial_of_the_steps_number_is_extrapolated_exactly(order, every):
-    """In every step that has seen order + 1 evaluations, by the plan's slots and weights; beyond that degree it is not
-    exact."""
+    """With order + 1 evaluations, the plan's slots and weights are exact for that degree, and not for the next one."""
     levels = [math.exp(3 - i / 8) for i in range(60)]
     plan = plan_steps(Approximations(cache=TaylorCache(every, order)), [True] + [False] * 59, levels)
 
@@ -37,7 +36,7 @@ def test_a_polynomial_of_the_steps_number_is_extrapolated_exactly(order, every):
 
 
 def test_every_run_of_one_model_begins_with_a_whole_step():
-    """Steps are counted from where the model changes, not from the first step of all."""
+    """Steps are counted from the last change of model, not from the first step."""
     starts = [True, False, False, True, False, False, False, True]
     nulls = [step.mode.null for step in plan_steps(Approximations(guidance_every=2), starts, [1.0] * 8)]
     assert nulls == [True, False, True, True, False, True, False, True]
@@ -56,7 +55,7 @@ def test_an_interval_of_guidance_adds_at_most_two_evaluations(every):
         evaluated = [i for i, step in enumerate(plan) if step.mode.blocks == ALL]
         assert {0, first, last, last - 1 if last - first > every else first} <= {*evaluated}
         assert len(evaluated) <= math.ceil(50 / every) + 2
-        for i, step in enumerate(plan):  # no step uses an evaluation from the other side of an interval's border
+        for i, step in enumerate(plan):  # no step uses an evaluation from across an interval's bound
             begin = max(start for start in (0, first, last) if start <= i)
             assert step.mode.blocks == ALL or step.mode.blocks <= sum(begin <= k < i for k in evaluated)
 
@@ -74,7 +73,7 @@ def test_evaluations_are_even_in_the_steps_number_and_the_log_level(every, sampl
         places = torch.linspace(0, 1, steps, dtype=torch.float64) + (logs[0] - logs) / (logs[0] - logs[-1])
         gaps = places[chosen].diff()
         assert gaps.max() <= gaps.mean() + places.diff().max() + 1e-9
-    # A level that stays, or is 0, or infinite: even in the number.
+    # For constant levels, including 0 and infinity, steps are evenly numbered.
     for level in (1.0, 0.0, float("inf")):
         assert evaluated_steps([level] * 7, 3) == [0, 3, 6]
     assert evaluated_steps([5.0], 3) == [0]
@@ -88,7 +87,7 @@ def test_weighted_sum(dtype):
     got = weighted_sum(x, weights, kept)
     want = x.double() + (weights[:3].view(-1, 1, 1, 1) * kept.double()).sum(0)
     assert got.dtype == dtype
-    bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]  # of the last rounding alone
+    bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]  # only the last rounding
     assert (got.double() - want).abs().max() < bound * want.abs().max()
 
 

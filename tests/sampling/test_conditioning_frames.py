@@ -1,4 +1,4 @@
-"""Clips that begin with given frames: the engine against the sampler written out, what is read, and what is refused."""
+"""Clips with given first frames: the engine is compared with the plain sampler, and files and refusals are tested."""
 
 import shlex
 from dataclasses import replace
@@ -44,7 +44,7 @@ def a_batch(seed: int):
 
 
 def reference(model, y, null, index, given, **settings) -> Tensor:
-    """Guidance whose halves are given the same frames, by a model that is called as it was trained."""
+    """Sample with the same frames given to both halves of guidance, calling the model as in training."""
 
     def forward(x, t, conditions):
         return model(torch.cat([x, torch.cat([given] * (len(x) // len(given)))], dim=1), t, conditions)
@@ -63,7 +63,7 @@ def reference(model, y, null, index, given, **settings) -> Tensor:
     ids=("guided", "heun", "interval"),
 )
 def test_the_engine_draws_as_the_sampler_says(settings, record):
-    """Recorded with one batch's frames, replayed with another's."""
+    """The frames are recorded with one batch and replayed with others."""
     model, settings = made(), {"steps": 5, **settings}
     recorder = TapeRecorder() if record else None
     engine = SamplingEngine(model, FLOW, **settings, recorder=recorder, record=record)
@@ -72,7 +72,7 @@ def test_the_engine_draws_as_the_sampler_says(settings, record):
         got = engine.sample(y, null, index, seed, conditioning_frames=given)
         want = reference(model, y, null, index, given, objective=FLOW, seed=seed, **settings)
         for i, count in enumerate(lengths.tolist()):
-            assert torch.equal(got[i, :, :count], given[i, 1:, :count])  # what is given is there, bit for bit
+            assert torch.equal(got[i, :, :count], given[i, 1:, :count])  # given frames are kept bit for bit
             torch.testing.assert_close(got[i, :, count:], want[i, :, count:], rtol=1e-5, atol=1e-5)
         plain = engine.sample(y, null, index, seed)
         assert (plain - got).abs().amax() > 1e-2
@@ -109,7 +109,7 @@ def test_a_model_without_given_frames_refuses_them():
 
 
 class Causal(VideoCodec):
-    """A video VAE in miniature: the first frame, then the means of four; every frame sees those before it only."""
+    """A miniature causal video VAE: the first frame, then means of four frames."""
 
     name, latent_channels, downscale, temporal_downscale = "causal", 3, 1, 4
 
@@ -143,7 +143,7 @@ def frames():
 
 def test_the_last_frames_of_a_clip_through_a_causal_vae(frames):
     given = given_of("prefix:3", clip=frames)
-    want = resize_and_crop(torch.from_numpy(frames[-9:]), 8)  # 9 frames are 3 latent ones
+    want = resize_and_crop(torch.from_numpy(frames[-9:]), 8)  # 9 frames are 3 latent frames
     assert given.shape == (1, 4, 5, 8, 8) and given[0, 0, :, 0, 0].tolist() == [1, 1, 1, 0, 0]
     assert torch.equal(given[0, 1:, 0], want[:, 0])
     torch.testing.assert_close(given[0, 1:, 2], want[:, 5:9].mean(1))
@@ -155,7 +155,7 @@ def test_how_many_frames_are_taken(frames):
         return int(given_of(mode, **what)[0, 0, :, 0, 0].sum())
 
     assert count("first", image=frames[0]) == count("random", image=frames[0]) == count("first", clip=frames) == 1
-    assert count("random", clip=frames) == 2  # of the five latent ones half
+    assert count("random", clip=frames) == 2  # half of the five latent frames
     assert count("random", clip=frames, frames=13) == 4
     for mode, message, what in (
         ("prefix:3", "trained with 9 given frames; give --clip", {"image": frames[0]}),
@@ -185,7 +185,7 @@ def test_files_pictures_and_clips_in_memory_are_the_same(frames, tmp_path):
     write_mp4(path, np.repeat(np.arange(0, 240, 12, dtype=np.uint8), 8 * 8 * 3).reshape(20, 8, 8, 3), 8)
     every = given_of("prefix:2", clip=path)[0, 1]
     third = given_of("prefix:2", clip=path, interval=3)[0, 1]
-    # Frames 15 to 19, or 7, 10, 13, 16 and 19: greys of 12 a frame, of 127.5 one.
+    # Frames 15 to 19, or 7, 10, 13, 16 and 19; grey increases by 12 per frame, in units of 127.5.
     for got, (one, mean) in ((every, (15, 17.5)), (third, (7, 14.5))):
         assert got[0].mean() == pytest.approx(one * 12 / 127.5 - 1, abs=0.03)
         assert got[1].mean() == pytest.approx(mean * 12 / 127.5 - 1, abs=0.03)
@@ -231,7 +231,7 @@ def test_sample_py_and_python_draw_the_same_clips(weights, frames, tmp_path, no_
         drawn = np.load(tmp_path / "s.npz")["arr_0"]
         samples = np.stack([clip.frames for clip in pipe(["a", "b", "c"], **how, **what)])
         assert np.array_equal(samples, drawn) and drawn.std() > 1
-    longer = pipe(["a"], **how, clip=pipe(["a"], **how)[0], clip_frames=1)  # on from what was drawn
+    longer = pipe(["a"], **how, clip=pipe(["a"], **how)[0], clip_frames=1)  # continues the drawn clip
     assert np.array_equal(longer[0].frames[0], samples[0, -1]) and len(longer[0].frames) == 4
 
 

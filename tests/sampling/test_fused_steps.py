@@ -1,4 +1,4 @@
-"""Steps in few kernels (here by the kernels' torch references) against the samplers' own, computed in float64."""
+"""Fused steps, here with the kernels' torch references, are compared with the samplers in float64."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def fused(monkeypatch):
 
 @torch.inference_mode()
 def exact(model, objective, given, seed: int, *, steps, sampler, cfg_scale, cfg_interval=None, cfg_channels=None):
-    """The samples in float64: weights, state and noise."""
+    """Return the samples with weights, state and noise in float64."""
     y, null, index = given
     shape = (model.config.in_channels, *model.config.input_size)
     guided = cfg_model(model, y, null, cfg_scale, cfg_channels)
@@ -51,13 +51,13 @@ def compare(config, which: str, sampler: str, counts=(3, 3, 1), table_bytes: int
         given = *conditions(config, count), torch.arange(count) * 7 + seed
         want = exact(model, objective, given, seed, **settings).float()
         assert off_by(engine.sample(*given, seed), want) < 1e-6, (which, sampler, count)
-    repeated = config.input_size[:-2] == (1,) and config.patch[0] > 1  # a picture in a clip model: as ever
+    repeated = config.input_size[:-2] == (1,) and config.patch[0] > 1  # pictures in a clip model are not fused
     unfused = repeated or config.patch_bottleneck is not None
     assert {loop.fused is None for loop in engine.loops.values()} == {unfused} and recorder.replayed
     return engine
 
 
-# (UniPC's steps have three tensors of state, more than the kernel writes.)
+# UniPC is left out: its steps have three state tensors, more than the kernel writes.
 @pytest.mark.parametrize(("which", "sampler"), [pair for pair in EVERY if pair[1] != "unipc"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_every_sampler(which, sampler, settings):
@@ -79,7 +79,7 @@ def test_tables_of_a_few_steps(which, sampler):
 
 
 class Counts(TorchDispatchMode):
-    """Operators that launch a kernel: those that make no view."""
+    """Records operators that launch a kernel, which are those that return no view."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class Counts(TorchDispatchMode):
 
 
 def test_a_step_is_few_operators_beside_its_blocks(monkeypatch):
-    """Count the operators around the network's blocks, each of the three kernels as one."""
+    """The operators around the network's blocks are counted; each of the three fused kernels counts as one."""
 
     def counted_as_one(name: str) -> None:
         function = getattr(fused_steps.sampling_step, name)

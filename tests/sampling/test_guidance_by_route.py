@@ -1,4 +1,4 @@
-"""Guidance by a route, in the engine's recorded and fused steps, against two calls of the model for each evaluation."""
+"""Guidance by a route, in recorded and fused steps, is compared with two model calls per evaluation."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ WAYS = {
 
 
 class Reference:
-    """The network for both halves, which :func:`sample_latents` calls once an evaluation."""
+    """Both halves of the network, which :func:`sample_latents` calls once per evaluation."""
 
     def __init__(self, model, route, samples: int, evaluations: int):
         self.model, self.route, self.samples, self.evaluations, self.calls = model, route, samples, evaluations, 0
@@ -78,7 +78,7 @@ def compare(name: str, which: str, sampler: str, **settings) -> SamplingEngine:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_latents_are_those_of_two_calls_of_the_model(name, way):
     engine = compare(name, "flow", "euler", **WAYS[way])
-    if name == "sprint" and way == "plain":  # two of four blocks of the second half
+    if name == "sprint" and way == "plain":  # two of four blocks in the second half
         assert engine.share_evaluated == 0.75
 
 
@@ -91,7 +91,7 @@ def test_fused_steps_and_two_evaluations_a_step(monkeypatch):
 
 
 def shared(mesh) -> list[tuple[bool, float]]:
-    """Return whether ranks divide the tokens, and how far their latents are from those of one process."""
+    """Return whether ranks divide the tokens, and their latents' difference from one process."""
     mesh, found = init_mesh(sequence_parallel=mesh.world_size), []
     for name in ("sprint", "tread"):
         config, by = CONFIGS[name]

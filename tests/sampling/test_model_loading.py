@@ -1,4 +1,4 @@
-"""A VAE that loads while the weights are read: the same one, the same errors, and nothing of a stranger's."""
+"""A VAE loaded while the weights are read: it is the same, gives the same errors, and is never a stranger's."""
 
 import threading
 
@@ -43,7 +43,7 @@ def test_a_vae_that_was_begun_is_the_one_that_is_taken(tmp_path, vae, monkeypatc
     codec = loading.get(vae, model.config)
     assert isinstance(codec, VAECodec) and codec.scaling_factor == 0.3 and loading.work.seconds > 0
     assert loading.get(vae, model.config) is codec and [thread.name for thread in threads] == ["VAE"]
-    assert isinstance(loading.get("none", model.config), PixelCodec)  # another one after all
+    assert isinstance(loading.get("none", model.config), PixelCodec)  # another VAE was chosen
     assert threads[1] is threading.main_thread()
 
 
@@ -52,7 +52,7 @@ def test_a_model_of_clips_gets_a_codec_of_clips(tmp_path, vae):
     loading, config = begin(path, vae), load_pretrained(path)[0].config
     assert isinstance(loading.get(vae, config), FrameCodec) and loading.get(vae, config) is loading.work.result()
     pictures = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=4, num_classes=5)
-    assert isinstance(loading.get(vae, pictures), VAECodec)  # other weights than were expected
+    assert isinstance(loading.get(vae, pictures), VAECodec)  # other weights than expected
 
 
 def test_metas_files_do_not_say_what_they_are_of(tmp_path, vae):

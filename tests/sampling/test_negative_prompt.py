@@ -1,4 +1,4 @@
-"""--negative_prompt: its embedding stands where the null condition's does, and nowhere else."""
+"""--negative_prompt: its embedding only replaces the null condition."""
 
 import numpy as np
 import pytest

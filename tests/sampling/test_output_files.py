@@ -1,4 +1,4 @@
-"""Writing samples: any label as a file name, leftovers of an earlier run, two runs at once, small disks."""
+"""Writing samples: any label as a file name, files of an earlier run, two runs at once, and small disks."""
 
 import errno
 import json
@@ -78,8 +78,8 @@ def test_a_small_run_after_a_large_one_leaves_no_mixed_folder(tmp_path, ckpt, no
     sample.main(argv(ckpt, tmp_path, 9))
     first = {path.name for path in tmp_path.iterdir()}
     assert len([name for name in first if name[0] == "0"]) == 9 and "000005.png" in first
-    (tmp_path / ".000003-x.4242.png").touch()  # that somebody else made
-    (tmp_path / ".000000-zero.4242.png").touch()  # that a kill left
+    (tmp_path / ".000003-x.4242.png").touch()  # made by somebody else
+    (tmp_path / ".000000-zero.4242.png").touch()  # left by a killed run
     (tmp_path / "000099-old.png").touch()
     (tmp_path / "000004-x").mkdir()
     sample.main(argv(ckpt, tmp_path, 2, "--class_labels", "3"))
@@ -131,7 +131,7 @@ def test_ranks_share_an_npz_of_odd_names(tmp_path, ckpt):
 
 @pytest.mark.parametrize("how", ["single files", "npz too large", "parts too large"])
 def test_a_full_disk_says_what_is_there(how, tmp_path, ckpt, no_ranks, capsys, monkeypatch):
-    """A tmpfs cannot be filled in this process: what is written fails as if it were full."""
+    """This process can't fill a tmpfs, so writing is made to fail as if the disk were full."""
     npz, more = tmp_path / "s.npz", ["--npz", str(tmp_path / "s.npz")]
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if how == "single files":

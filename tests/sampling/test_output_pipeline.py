@@ -1,4 +1,4 @@
-"""From latents to files: decoding in order and in shares, threads whose errors surface, a sample.py that one stops."""
+"""From latents to files: decoding in order and on several ranks, and errors in threads."""
 
 import json
 import threading
@@ -62,7 +62,7 @@ def through(name: str, ranks=None, leads: bool = True) -> tuple[list[tuple[list[
 
     with OutputPipeline(codec, torch.device("cpu"), deliver, ranks, leads) as pipeline:
         for index, latents in batches_of(shape):
-            # As the recording of a step would: the next batch is drawn into the same memory.
+            # As with recorded steps, the next batch is drawn into the same memory.
             pipeline.put(index, static[: len(index)].copy_(latents))
     return delivered, sum(rows)
 
@@ -82,7 +82,7 @@ def compare(ours, theirs) -> None:
     assert [index for index, _ in ours] == [index for index, _ in theirs]
     for (_, mine), (_, other) in zip(ours, theirs, strict=True):
         assert mine.shape == other.shape and other.std() > 1
-        assert np.abs(mine.astype(int) - other).max() <= 1  # a convolution of another batch rounds otherwise
+        assert np.abs(mine.astype(int) - other).max() <= 1  # convolutions round differently in other batches
 
 
 def tiles_in(name: str) -> int:
@@ -104,7 +104,7 @@ def test_the_ranks_of_a_replica_share_the_decoding(world, sequence, cfg_parallel
     for i, name in enumerate(CODECS):
         for leads, size, decoded in ranks:
             delivered, decoded_rows = decoded[i]
-            # Every rank its share, the last one's filled up to the others' length.
+            # Every rank decodes an equal share; the last one is padded.
             assert size == world
             assert decoded_rows == sum(-(-n * rows.get(name, 1) // world) for n in (3, 1, 3, 2)), name
             if leads:
@@ -129,7 +129,7 @@ def test_writers_run_everything_and_no_more_than_some_wait():
         handed = threading.Thread(target=lambda: [(writers.put(work, n), most.__setitem__(0, n)) for n in range(50)])
         handed.start()
         time.sleep(0.2)
-        assert most[0] == 4 and not done  # two at work, three waiting: the sixth waits outside
+        assert most[0] == 4 and not done  # two run and three wait, so the sixth is blocked
         gate.set()
         handed.join()
     assert sorted(done) == list(range(50))
@@ -149,7 +149,7 @@ def test_a_writers_error_ends_it(kind):
             writers.put(work, number)
     assert done == [0, 1, 2]
     with pytest.raises(kind, match="broken"), Writers(3, 9) as writers:
-        writers.put(work, 3)  # the error comes after the last task was handed over
+        writers.put(work, 3)  # the error comes after the last task was submitted
 
 
 def test_an_error_outside_does_not_wait_for_what_has_not_begun():
@@ -195,7 +195,7 @@ def test_a_thread_that_fails_ends_the_run_with_one_line(
     assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith(says), said.err
     assert ("Traceback" in said.err) == traceback and "Done" not in said.out
     assert len(list((tmp_path / "o").glob("0*.png"))) < 40
-    deadline = time.monotonic() + 10  # a thread that was told to end may take a moment on a busy machine
+    deadline = time.monotonic() + 10  # on a busy machine, threads take a moment to end
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= before

@@ -1,4 +1,4 @@
-"""opendit.load and Pipeline: sample.py's samples from Python, foreign weights, what may be asked for, errors."""
+"""opendit.load and Pipeline: the same samples as sample.py, foreign weights, arguments and errors."""
 
 import shlex
 
@@ -48,7 +48,7 @@ def pixels(samples) -> np.ndarray:
 
 
 def same(samples, latents) -> bool:
-    """True if these are the model's samples; rounding of 1e-6 can change a byte by one."""
+    """Return whether these are the model's samples; rounding of 1e-6 can change a byte by one."""
     reference = to_uint8(latents).astype(int)
     return reference.std() > 1 and np.abs(pixels(samples) - reference).max() <= 1
 
@@ -74,7 +74,7 @@ def test_the_samples_are_those_of_sample_py(kind, what, arguments, flags, weight
     sample.main(shlex.split(words))
     drawn = np.load(tmp_path / "s.npz")["arr_0"]
     pipe = load(weights[kind])
-    for _ in range(2):  # again with what the first call has left
+    for _ in range(2):  # the second call reuses the first one's state
         samples = pipe(what, steps=5, seed=7, progress=False, **arguments)
         assert np.array_equal(pixels(samples), drawn) and drawn.std() > 1
     assert not np.array_equal(pixels(pipe(what, steps=5, seed=8, progress=False, **arguments)), drawn)
@@ -91,7 +91,7 @@ def test_the_samples_are_those_of_sample_py(kind, what, arguments, flags, weight
 
 @torch.no_grad()
 def test_a_folder_of_diffusers(tmp_path):
-    """Weights that diffusers made: its own network, with the timesteps of Meta's, has the same outputs."""
+    """Weights from diffusers give the same outputs as its network with Meta's timesteps."""
     from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ def test_a_folder_of_diffusers(tmp_path):
     assert theirs.std() > 0.1 and (pipe.model(x, t, y) - theirs).norm() < 1e-5 * theirs.norm()
     assert pipe.class_names == ["zero", "one", "tench, Tinca tinca", "crane", "Crane"]
     pictures = pipe(["tinca tinca", 0, 1], steps=2, batch_size=2, progress=False)
-    assert [picture.size for picture in pictures] == [(24, 24)] * 3  # by the VAE of the folder
+    assert [picture.size for picture in pictures] == [(24, 24)] * 3  # by the folder's VAE
     assert load(tmp_path / "folder", vae_tiling=True).codec.tiling and not pipe.codec.tiling
 
 
@@ -196,7 +196,7 @@ def test_callback_sees_every_step_and_can_end_it(weights, capsys):
     assert [step for step, _ in seen] == [1, 2, 3, 4] * 2 and [len(x) for _, x in seen] == [2] * 4 + [1] * 4
     assert np.array_equal(to_uint8(seen[3][1]), pixels(samples)[:2])
     assert all((one - other).abs().max() > 1e-3 for (_, one), (_, other) in zip(seen[:3], seen[1:4], strict=True))
-    assert "8/8" in capsys.readouterr().err  # the bar: steps of all batches
+    assert "8/8" in capsys.readouterr().err  # the bar counts steps of all batches
 
     class Cancelled(Exception):
         pass

@@ -1,5 +1,4 @@
-"""The sampling engine with public models: captions of unequal lengths, recorded steps (here of a tape), approximations,
-and two ranks that share samples."""
+"""The sampling engine with public models: unequal captions, recorded steps, approximations, and two ranks."""
 
 from dataclasses import replace
 
@@ -20,14 +19,14 @@ NAMES = [f"{case.family}, {case.sampler}" for case in CASES]
 
 
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest difference over the largest entry."""
+    """Return the largest difference relative to the largest entry."""
     assert found.shape == wanted.shape and wanted.isfinite().all()
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_recorded_steps_draw_what_the_formula_draws(case, monkeypatch):
-    """Batches of captions of other lengths have recordings of their own."""
+    """Batches with other caption lengths get separate recordings."""
     monkeypatch.setattr(sampling_engine, "can_fuse", fused_steps.fits_kernels)
     recorder = TapeRecorder()
     engine = SamplingEngine(network(case.family), case.objective, recorder=recorder, **case.settings)
@@ -45,7 +44,7 @@ APPROXIMATIONS = [{"cache": "taylor:2:1"}, {"cache": "first_block:10"}, {"guidan
 @pytest.mark.parametrize("case", CASES[:3], ids=NAMES[:3])
 def test_approximations_recorded_or_not(case, asked):
     if case.scale == 1 and "guidance_every" in asked:
-        case = Case(case.family, case.sampler)  # no pipeline guides FLUX.1 so; the engine can
+        case = Case(case.family, case.sampler)  # FLUX.1's pipelines don't guide like this, but the engine can
     settings = case.settings | {"steps": 6} | asked
     recorded, eager = (
         SamplingEngine(network(case.family), case.objective, recorder=recorder, **settings)
@@ -58,13 +57,13 @@ def test_approximations_recorded_or_not(case, asked):
     assert recorded.share_evaluated == eager.share_evaluated < 1
 
 
-# (lengths of the captions that a step sees, the empty one last where there is guidance; whether it needs a mask)
+# (caption lengths in a step, with the empty caption last if guided; whether a mask is needed)
 MASKS = [([40], False), ([20, NULL], False), ([40, NULL], True), ([40, 33], False), ([40, 20], True)]
 
 
 @pytest.mark.parametrize("lengths,needed", MASKS, ids=str)
 def test_captions_are_masked_only_where_one_has_fewer_tokens(lengths, needed, monkeypatch):
-    """Z-Image fills a caption up to a multiple of 32, with tokens that are attended to."""
+    """Z-Image pads captions to a multiple of 32 with tokens that are attended to."""
     seen, masked = [], attention.masked_attention
     monkeypatch.setattr(attention, "masked_attention", lambda *args: seen.append(args) or masked(*args))
     both = replace(captions("z_image", VALUES["z_image"], lengths, torch.float32), shortest=min(lengths))
@@ -77,7 +76,7 @@ def test_captions_are_masked_only_where_one_has_fewer_tokens(lengths, needed, mo
 
 
 def compare(mesh: Mesh) -> list[tuple[str, list[float], bytes]]:
-    """Draw every case in every way on this rank; return the differences from one process, and the latents."""
+    """Draw all cases in all ways on this rank; return the differences from one process, and the latents."""
     found = []
     for case in CASES[:3]:
         wanted = [exact(case, number) for number in (0, 1)]

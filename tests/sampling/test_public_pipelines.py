@@ -1,5 +1,5 @@
-"""Public models drawn whole, from a folder of diffusers, against diffusers' own pipelines: the same noise, the same
-steps, the same latents and pictures."""
+"""Public models from diffusers folders draw the same latents and pictures as diffusers' pipelines, from the same
+noise."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "cosmos2": {"size": (64, 48)},
 }
 SIZES |= dict.fromkeys(("flux2", "flux2_klein"), {"size": (64, 48)})
-PACKED = ("flux", "qwen_image")  # whose pipelines take and give latents as tokens
+PACKED = ("flux", "qwen_image")  # these pipelines use latents as tokens
 STEPS = 4
 
 
@@ -50,7 +50,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, output: str, prompts: list[str]) -> Any:
-    """Draw with diffusers' pipeline from this noise (B, C, ...)."""
+    """Draw with diffusers' pipeline from the given noise (B, C, ...)."""
     steps = STEPS
     networks()
     pipeline = open_pipeline(folder, name)
@@ -58,11 +58,11 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
     height, width = SIZES[name]["size"]
     scale = "true_cfg_scale" if name == "qwen_image" else "guidance_scale"
     more: dict[str, Any] = {} if guidance is None else {scale: guidance}
-    if name in ("qwen_image", "cosmos2"):  # not guided without, or away from words of its own
+    if name in ("qwen_image", "cosmos2"):  # needs one to be guided, or has its own default
         more["negative_prompt"] = [""] * len(prompts)
     if "frames" in SIZES[name]:
         more["num_frames"] = SIZES[name]["frames"]
-    if name == "cosmos2":  # whose last step is of no length
+    if name == "cosmos2":  # its last step has no length
         steps, noise = STEPS + 1, noise.unsqueeze(2)
     latents = packed(noise) if name in PACKED else noise.flatten(2).transpose(1, 2) if name == "ltx" else noise
     drawn = pipeline(
@@ -71,7 +71,7 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
     )[0]  # fmt: skip
     if name == "flux2" and output == "latent":
         drawn = drawn.transpose(1, 2).reshape(noise.shape)
-    if name == "flux2_klein" and output == "latent":  # they are not normalised, and their patches are not channels
+    if name == "flux2_klein" and output == "latent":  # not normalised, and without patches as channels
         norm = pipeline.vae.bn
         mean, std = norm.running_mean, torch.sqrt(norm.running_var + pipeline.vae.config.batch_norm_eps)
         drawn = ((packed(drawn) - mean) / std).transpose(1, 2).reshape(noise.shape)
@@ -83,7 +83,7 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
 
 
 def ours(pipe: Pipeline, name: str, guidance: float, prompts: list[str]) -> tuple[Tensor, Tensor, list[Any]]:
-    """Return the noise of seed 3, and the latents and pictures that the pipeline draws of it."""
+    """Return the noise of seed 3, and the latents and pictures drawn from it."""
     seen: list[Tensor] = []
     drawn = pipe(
         prompts, steps=STEPS, guidance=guidance, seed=3, progress=False, callback=lambda _, x: seen.append(x.clone()),
@@ -169,7 +169,7 @@ def test_a_distilled_folder_is_drawn_without_guidance_in_few_steps_by_default(fo
 
 
 WAYS = ("--cfg_parallel", "--tensor_parallel_size 2", "--sequence_parallel_size 2")
-REFUSED = [  # (family, flags, words of the error)
+REFUSED = [  # (family, flags, part of the error)
     ("flux", "--cfg_parallel", "--cfg_parallel: "),
     ("flux", "--guidance_every 2", "--guidance_every: "),
     ("flux", "--negative_prompt fog", "makes one pass a step, and its guidance no second one; leave the flag out"),
@@ -179,7 +179,7 @@ REFUSED = [  # (family, flags, words of the error)
 
 
 def command(folders: dict[str, Path], name: str, more: str, output: Path) -> list[str]:
-    """Return the command line of sample.py for three prompts of unequal lengths, in batches of two and one."""
+    """Return a command line of sample.py for three prompts of unequal lengths, in batches of two and one."""
     frames = {"wan": "--num_frames 5", "ltx": "--num_frames 9"}.get(name, "")
     side = 64 if name == "ltx" else 32
     flags = f"--ckpt {folders[name]} --num_sampling_steps 3 --batch_size 2 --seed 3 --image_size {side} {frames} {more}"
@@ -187,7 +187,7 @@ def command(folders: dict[str, Path], name: str, more: str, output: Path) -> lis
 
 
 def draw(argv: list[str]) -> tuple[Any, str]:
-    """Run sample.py; return the latents that it has drawn, and its errors."""
+    """Run sample.py; return the latents that it has drawn, and its stderr."""
     found, draw_batch = [], sample.draw_batch
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
         patch.setattr(sample, "draw_batch", lambda *args: found.append(draw_batch(*args)) or found[-1])

@@ -1,4 +1,4 @@
-"""Replicas that take work from one queue: every piece once, and the ranks of a replica the same ones."""
+"""Replicas take work from one queue: each piece is taken once, and all ranks of a replica take the same pieces."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""A sample.py that was killed, or that a disk stopped, goes on from its parts: the same bytes as without it."""
+"""A sample.py that was killed or had a full disk continues from its parts and writes the same bytes."""
 
 import contextlib
 import errno
@@ -54,11 +54,11 @@ def kill() -> None:
 
 
 def killed_after(function, calls: int, half=lambda *args, **options: None):
-    """``function``, but instead of the call after so many the process is killed, in the midst of ``half``."""
+    """Wrap ``function`` to kill the process after ``calls`` calls, after calling ``half``."""
     done, one = [], threading.Lock()
 
     def call(*args, **options):
-        with one:  # so many calls have ended, and no other is under way
+        with one:  # ``calls`` calls have ended, and no other is running
             if len(done) == calls:
                 half(*args, **options)
                 kill()
@@ -97,8 +97,7 @@ def kill_at(moment: str) -> None:
 
 
 def start(mesh, argv: list[str], fine: int, moment: str = "") -> list[int]:
-    """sample.py with parts of a batch where there are more than ``fine`` samples. Returns the samples that this rank
-    drew."""
+    """Run sample.py with parts of one batch above ``fine`` samples; return the samples that this rank drew."""
     cache_module.FINE = fine
     numbers, draw = [], sample.draw_batch
 
@@ -155,7 +154,7 @@ def test_killed_and_started_again(moment, fine, worlds, there, tmp_path, ckpt, u
     out = capfd.readouterr().out
     if there is not None:
         assert (f"{there} of {COUNT} samples are there from an earlier start" in out) == (there > 0)
-        # Threads write a batch's samples in any order, so that of parts smaller than a batch any two may be there.
+        # Threads write in any order, so any two samples may be there if parts are smaller than a batch.
         begin = there if there == COUNT or fine == 0 else 0
         assert drawn == list(range(begin, COUNT))
     assert ("from an earlier start" in out) == (finished > 0)
@@ -192,7 +191,7 @@ def test_five_kills_from_outside(tmp_path, ckpt, uninterrupted):
 
 
 def late(mesh, argv: list[str]) -> list[int]:
-    """Like ``start``, but rank 0's first batch ends only when the other ranks have written all the rest."""
+    """Like ``start``, but rank 0's first batch ends only when the other ranks have written all other samples."""
     draw, folder = sample.draw_batch, Path(argv[argv.index("--output") + 1])
 
     def waits(sampling, batch):
@@ -215,7 +214,7 @@ def test_a_process_that_is_late_leaves_the_rest_to_the_others(tmp_path, ckpt, un
 
 @pytest.fixture
 def unfinished(tmp_path, ckpt, no_ranks, monkeypatch, capsys) -> Path:
-    """The folder of a job that has all its samples and could not write its .npz."""
+    """Return the folder of a job that has drawn all samples but could not write its .npz."""
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "s.npz")

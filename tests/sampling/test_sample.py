@@ -1,4 +1,4 @@
-"""sample.py: the same pictures for any batch size and number of processes; what it writes; bad input."""
+"""sample.py: equal pictures for any batch size and number of processes, its files, and bad input."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_a_sample_does_not_depend_on_its_batch(sampler, objective):
     half = sample_latents(model.bfloat16(), labels, null, index, **settings)
     rows = [slice(i, i + 1) for i in range(7)]
     alone = torch.cat([sample_latents(model, labels[row], null, index[row], **settings) for row in rows])
-    assert half.isfinite().all() and (half - alone).norm() / alone.norm() < 0.05  # bf16: products of other shapes
+    assert half.isfinite().all() and (half - alone).norm() / alone.norm() < 0.05  # bf16 products of other shapes
 
 
 def start(mesh, argv):
@@ -77,7 +77,7 @@ def test_one_and_three_processes_write_the_same_pictures(tmp_path, ckpt):
     one, three = archives
     assert one["arr_0"].shape == (7, 8, 8, 3) and one["arr_0"].dtype == np.uint8 and one["arr_0"].std() > 1
     assert np.array_equal(one["arr_1"], three["arr_1"]) and one["arr_1"].tolist() == preview_labels(5, 7).tolist()
-    # 1e-4 in a picture's [-1, 1] can move a rounded byte by one
+    # an error of 1e-4 in [-1, 1] can move a rounded byte by one
     assert np.abs(one["arr_0"].astype(int) - three["arr_0"].astype(int)).max() <= 1
     first = np.asarray(Image.open(tmp_path / "3" / "000006-one.png"))
     assert np.array_equal(first, three["arr_0"][6])
@@ -125,7 +125,7 @@ def test_frames_that_have_no_learned_positions(frames, frames_a_patch, tmp_path,
         f"--ckpt {path} --num_samples 1 --num_sampling_steps 2 --no_save_png --output {tmp_path} --num_frames".split()
     )
     known = max(frames, frames_a_patch)
-    sample.main([*argv, str(known)])  # of a picture's patch all frames are trained
+    sample.main([*argv, str(known)])  # all frames of a picture's patch are trained
     monkeypatch.setattr(
         "opendit.sampling.model_loading.load_video_codec", lambda *_, **__: pytest.fail("the VAE was loaded first")
     )

@@ -1,4 +1,4 @@
-"""Parts on disk: who draws what, files that are whole or damaged, settings that differ, memory of the .npz."""
+"""Sample parts on disk: division among ranks, damaged files, differing settings, and memory for the .npz."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_a_damaged_part_is_known(how, tmp_path):
     elif how == "empty":
         content = b""
     path.write_bytes(content)
-    if how == "renamed":  # of the same shape
+    if how == "renamed":  # another part of the same shape
         parts, _ = written(tmp_path, job := replace(JOB, kept=11))
         path = parts.path(0)
         os.replace(parts.path(1), path)
@@ -165,7 +165,7 @@ def test_every_missing_sample_is_drawn_once_in_the_same_company(count, batch, la
     assert wanted <= set(numbers) and len(numbers) == len(set(numbers))
     assert all(len(draw) <= later for group in some for draw in group)
     assert all(group in everything for group in some) and (later >= parts.size or len(numbers) == len(wanted))
-    # A part is in one group, which one replica draws: nobody else writes its file.
+    # A part is in one group, which one replica draws, so nobody else writes its file.
     owners = [{n // parts.size for draw in group for n in draw} for group in some]
     assert sum(map(len, owners)) == len(set().union(*owners))
 
@@ -178,7 +178,7 @@ def test_replicas_end_at_about_the_same_time(count, most, replicas, size):
     if count <= module.FINE:
         batches, rounds = -(-count // batch), -(-count // (most * replicas))
         assert -(-batches // replicas) == rounds  # as many rounds as with the largest batches ...
-        assert batch == 1 or rounds * replicas * (batch - 1) < count  # ... and smaller ones would need more
+        assert batch == 1 or rounds * replicas * (batch - 1) < count  # ... and smaller batches would need more
     elif count >= most * replicas:
         assert batch == most
 
@@ -189,7 +189,7 @@ def test_the_npz_takes_less_memory_than_two_parts(tmp_path, monkeypatch):
     parts, drawn = written(tmp_path, job)
     part = 4 * 64 * 1024 * 16
     arrays = {"arr_0": ("|u1", drawn.shape, parts.all_blocks())}
-    peak_of(lambda: write_npz(tmp_path / "a.npz", {"x": ("|u1", (3,), [np.zeros(3)])}))  # what is loaded once
+    peak_of(lambda: write_npz(tmp_path / "a.npz", {"x": ("|u1", (3,), [np.zeros(3)])}))  # loads modules
     peak = peak_of(lambda: write_npz(tmp_path / "a.npz", arrays))
     assert peak < part, peak
     assert np.array_equal(np.load(tmp_path / "a.npz")["arr_0"], drawn)
@@ -197,7 +197,7 @@ def test_the_npz_takes_less_memory_than_two_parts(tmp_path, monkeypatch):
 
 
 def peak_of(work) -> int:
-    """Like :func:`peak_bytes`, which looks after every operation of torch, and also while blocks are written."""
+    """Return the peak of :func:`peak_bytes`, which measures after torch operations, also while blocks are written."""
     true_open = zipfile.ZipFile.open
 
     def opened(self, *args, **kwargs):

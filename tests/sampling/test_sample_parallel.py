@@ -1,4 +1,4 @@
-"""sample.py on several ranks, which share samples, the halves of guidance or a sample's tokens, against one process."""
+"""sample.py on ranks that share samples, guidance halves or a sample's tokens is compared with one process."""
 
 import contextlib
 import io
@@ -55,7 +55,7 @@ def fresh(config: DiTConfig) -> DiT:
 
 
 def conditions(config: DiTConfig, count: int) -> tuple:
-    """y of ``count`` samples, and the null condition."""
+    """Return y for ``count`` samples, and the null condition."""
     generator, text = torch.Generator().manual_seed(1), config.text
     if text is None:
         return torch.arange(count) % 5, torch.tensor([5])
@@ -79,8 +79,10 @@ def drawn(
     sequence=None,
     halves=None,
 ) -> Tensor:
-    """By an engine whose model's work is shared out; without ``sequence`` and ``halves`` by the reference, or with
-    approximations ``asked`` for by an engine alone."""
+    """Draw with an engine whose model's work is shared, or with the reference without ``sequence`` and ``halves``.
+
+    Approximations in ``asked`` always use an engine.
+    """
     model = fresh(config).use(sequence=sequence)
     given = *conditions(config, samples), torch.arange(samples)
     settings = dict(sampler=objective.samplers[-1], cfg_scale=scale, cfg_interval=interval, steps=5, size=size)
@@ -94,7 +96,7 @@ def drawn(
 
 
 def compare(mesh: Mesh, cases: list[tuple]) -> list[tuple[float, bytes]]:
-    """Return, for each case, the largest difference from one process over the largest number, and the latents."""
+    """Return each case's largest difference from one process relative to the largest number, and the latents."""
     results, made = [], {}
     for ranks, cfg_parallel, kind, config, *what in cases:
         group = made[ranks] if ranks in made else made.setdefault(ranks, init_mesh(sequence_parallel=ranks))
@@ -108,14 +110,14 @@ def compare(mesh: Mesh, cases: list[tuple]) -> list[tuple[float, bytes]]:
 
 
 def cases_of(world: int) -> list[tuple]:
-    """(ranks of a sequence group, halves apart, type, model, objective, guidance, latents' size, samples, interval,
-    approximations)"""
+    """Return the cases (sequence group size, halves apart, type, model, objective, guidance, latents' size, samples,
+    interval, approximations); the last two are optional."""
     cases = [
         (1, True, "auto", IMAGE, DDPMObjective(), 4.0, None, 3),
         (1, True, "auto", CLIP, FLOW, 2.0, (2, 4, 6), 2),
         (1, True, "auto", TEXT, FLOW, 2.0, None, 1),
         (1, True, "auto", FROZEN, DDPMObjective(), 1.5, None, 3),
-        (1, True, "auto", IMAGE, DDPMObjective(), 1.0, None, 3),  # no halves: the batch of 3 is shared out all the same
+        (1, True, "auto", IMAGE, DDPMObjective(), 1.0, None, 3),  # no halves, but the batch of 3 is shared
         (1, True, "auto", IMAGE, DDPMObjective(), 4.0, None, 3, (0.5, 20.0)),  # guided at some steps only
         (1, True, "auto", IMAGE, DDPMObjective(), 4.0, None, 3, (0.5, 20.0), {"cache": "taylor:2:1"}),
         (1, True, "auto", IMAGE, DDPMObjective(), 4.0, None, 3, None, {"guidance_every": 2}),
@@ -124,7 +126,7 @@ def cases_of(world: int) -> list[tuple]:
         (2, False, "ulysses", TEXT, FLOW, 2.0, (2, 6, 6), 1),
         (2, False, "ring", FIVE_HEADS, DDPMObjective(), 4.0, (2, 6), 2),
         (2, False, "auto", FROZEN, DDPMObjective(), 4.0, (6, 6), 2),
-        (2, False, "auto", LATTE, FLOW, 2.0, (6, 4, 10), 2),  # 3 frames of 10 places
+        (2, False, "auto", LATTE, FLOW, 2.0, (6, 4, 10), 2),  # 3 frames of 10 tokens
     ]
     if world == 4:
         cases += [
@@ -143,11 +145,11 @@ def test_latents_equal_one_process_and_each_other(world):
     ranks = run_ranks(world, compare, cases_of(world))
     for case, results in zip(cases_of(world), zip(*ranks, strict=True), strict=True):
         assert largest(error for error, _ in results) < TOLERANCE, case
-        assert len({latents for _, latents in results}) == 1, case  # to the bit: the ranks never compare theirs
+        assert len({latents for _, latents in results}) == 1, case  # bitwise equal; ranks never compare
 
 
 class RowsSeen:
-    """x + t + y, and the rows that it was called with."""
+    """Returns x + t + y, and records the rows of its calls."""
 
     def __init__(self):
         self.rows = []
@@ -202,8 +204,11 @@ def weights(tmp_path_factory) -> Path:
 
 
 def start(mesh: Mesh, runs: list[str]) -> list[tuple]:
-    """Run sample.py with each command line. Return its exit status, its output, its stderr, whether it loaded a VAE,
-    the largest (rows, tokens) of this rank's blocks, and the digest of the model's weights."""
+    """Run sample.py with each command line.
+
+    Return its exit status, stdout, stderr, whether it loaded a VAE, the largest (rows, tokens) of this rank's blocks,
+    and the digests of the model's weights.
+    """
     results, run = [], sample.draw
     several_programs()
     for argv in runs:
@@ -248,7 +253,7 @@ def names_of(output: Path) -> list[str]:
     return sorted(path.name for path in output.iterdir())
 
 
-RUNS = [  # (processes, model, flags, replicas, rows and tokens that a rank's blocks meet at most)
+RUNS = [  # (processes, model, flags, replicas, largest rows and tokens in a rank's blocks)
     (2, "image", "--sequence_parallel_size 2 --sequence_parallel_type fastseq", 1, (4, 8)),
     (2, "clip", "--cfg_parallel", 1, (2, 6)),
     (2, "text", "", 2, (4, 18)),
@@ -284,14 +289,14 @@ def test_sample_py_writes_the_pictures_of_one_process(world, tmp_path, weights, 
         assert (" ranks, " in out, "halves" in out) == ("sequence" in flags, "cfg" in flags), runs[i]
         assert all(rank[i][3] for rank in ranks), runs[i]
         assert ("layers divided by" in out) == ("tensor" in flags), runs[i]
-        assert all(rank[i][5] == first[name] for rank in ranks), runs[i]  # so one size goes on from another's parts
+        assert all(rank[i][5] == first[name] for rank in ranks), runs[i]  # so other sizes can reuse the parts
         assert names_of(tmp_path / str(i)) == names_of(alone[name]), runs[i]
         ours, reference = np.load(tmp_path / f"{i}.npz"), np.load(f"{alone[name]}.npz")
         assert np.array_equal(ours["arr_1"], reference["arr_1"])
         pictures = reference["arr_0"].astype(int)
         assert ours["arr_0"].shape == pictures.shape and pictures.std() > 1
         assert all(np.abs(pictures[0] - other).max() > 10 for other in pictures[1:])  # a wrong order would show
-        # 1e-4 in a picture's [-1, 1] can move a rounded byte by one
+        # an error of 1e-4 in [-1, 1] can move a rounded byte by one
         assert np.abs(ours["arr_0"] - pictures).max() <= 1, runs[i]
 
 
@@ -346,12 +351,12 @@ REFUSED = [
 
 
 def test_mistakes_are_told_once_and_before_the_weights_are_read(tmp_path, weights):
-    with safe_open(weights / "five.safetensors", framework="pt") as file:  # says that it is this model, and is none
+    with safe_open(weights / "five.safetensors", framework="pt") as file:  # names this model without its weights
         save_file({"nothing": torch.zeros(1)}, tmp_path / "hollow.safetensors", metadata=file.metadata())
     runs = [argv.format(tmp=tmp_path, weights=weights) + f" --output {tmp_path}/o" for argv, _ in REFUSED]
     first, second = run_ranks(2, start, runs)
     for (argv, message), ours, other in zip(REFUSED, first, second, strict=True):
-        said = ours[2] + other[2]  # of both, which meet the mistake at once, the first says it
+        said = ours[2] + other[2]  # both ranks meet the mistake, but only the first reports it
         assert said.count("error: ") == 1 and message in said and not ours[1] + other[1], (argv, ours, other)
         assert {ours[0], other[0]} in ({2}, {2, 3}), (argv, ours, other)
 

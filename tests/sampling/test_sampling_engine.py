@@ -1,4 +1,4 @@
-"""The sampling engine draws what sample_latents draws, kernel by kernel and recorded."""
+"""The sampling engine draws the same samples as sample_latents, recorded and kernel by kernel."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ OBJECTIVES = {
     "flow": FlowObjective(3.0),
     "edm": EDMObjective(),
 }
-# The samplers of "v" are those of "ddpm".
+# "v" has the same samplers as "ddpm".
 EVERY = [(which, name) for which, of in OBJECTIVES.items() for name in of.samplers[: 1 if which == "v" else None]]
 LABELS = DiTConfig(**PICTURE, num_classes=5)
 CAPTIONS = VDiTConfig(**CLIP, text=TEXT)
@@ -36,7 +36,7 @@ def fresh(config, objective=OBJECTIVES["ddpm"]):
 
 
 def conditions(config, count: int):
-    """y of ``count`` samples, and the null condition."""
+    """Return y for ``count`` samples, and the null condition."""
     generator, text = torch.Generator().manual_seed(count), config.text
     if text is None:
         return torch.randint(0, config.num_classes, (count,), generator=generator), torch.tensor([config.num_classes])
@@ -50,7 +50,7 @@ def conditions(config, count: int):
 
 
 def off_by(got: Tensor, want: Tensor) -> float:
-    """The largest difference over the largest number."""
+    """Return the largest difference relative to the largest number."""
     assert got.shape == want.shape and got.dtype == want.dtype == torch.float32 and want.isfinite().all()
     return ((got - want).abs().max() / want.abs().max()).item()
 
@@ -58,10 +58,10 @@ def off_by(got: Tensor, want: Tensor) -> float:
 def compare(
     config, which: str, sampler: str | None = None, counts=(3,), dtype=torch.float64, **settings
 ) -> SamplingEngine:
-    """Draws batches by an engine, recorded (on CPU), and by the reference; returns the engine.
+    """Compare batches from a recorded engine with the reference; return the engine.
 
-    Weights in float64 leave the rounding of the sampler's own arithmetic, which is the same; in float32, products of
-    other shapes differ by what a network of random weights makes of it in a few steps.
+    With float64 weights, only the sampler's arithmetic rounds, which is the same. In float32, products of other shapes
+    round differently, which grows over a few steps.
     """
     bound = 1e-6 if dtype == torch.float64 else 1e-5
     objective = OBJECTIVES[which]
@@ -104,7 +104,7 @@ def test_fused_routes_with_blocks_in_parts_and_in_one(route, cache):
     ids=lambda value: getattr(value, "kind", value),
 )
 def test_every_sampler_guided_or_not_and_in_an_interval(which, sampler, config):
-    """Two batches of one size, the second of which is replayed from its first step on; and a smaller one."""
+    """Two batches of one size, the second of which is replayed completely, and a smaller one."""
     compare(config, which, sampler, counts=(3, 3, 1))
     compare(config, which, sampler, cfg_scale=1.0)
     engine = compare(config, which, sampler, counts=(2, 2), steps=7, cfg_interval=(0.3, 5.0), cfg_channels=2)
@@ -113,7 +113,7 @@ def test_every_sampler_guided_or_not_and_in_an_interval(which, sampler, config):
 
 @pytest.mark.parametrize(("which", "sampler"), [("ddpm", "ddpm"), ("edm", "heun"), ("flow", "euler")])
 def test_tables_of_a_few_steps(which, sampler):
-    """One step in the tables, and three of eight (the last ones fewer)."""
+    """The tables hold one of eight steps, or a few."""
     for memory in (1, 3 * 2 * 4 * 8 * 48 * 14):
         engine = compare(LABELS, which, sampler, counts=(3, 2, 3), steps=8, table_bytes=memory)
         (capacity,) = {loop.network.capacity for size, loop in engine.loops.items() if size == 3}
@@ -163,7 +163,7 @@ def test_a_recording_has_nothing_of_the_callers_tensors():
     kept = got.clone()
     assert off_by(got, want) < 1e-6
     engine.sample(*given, 6)
-    assert torch.equal(got, kept)  # what was handed out is the caller's
+    assert torch.equal(got, kept)  # returned latents belong to the caller
 
 
 def test_recordings_of_the_sizes_used_last_are_kept():
@@ -178,7 +178,7 @@ def test_recordings_of_the_sizes_used_last_are_kept():
 
 
 class Refuses:
-    """A recorder of a GPU that records no third step."""
+    """A recorder whose second recording fails."""
 
     def __init__(self):
         self.tape, self.asked = TapeRecorder(), 0

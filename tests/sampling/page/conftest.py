@@ -23,7 +23,7 @@ def outputs(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(*words: str, password: str | None = None):
-    """Serve a page with these flags inside the context. Yield its address."""
+    """Serve a page with these flags inside the context; yield its address."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
     from opendit.sampling.page.server import PageServer, application, opened
 
@@ -94,7 +94,7 @@ class Visit:
         from playwright.sync_api import expect
 
         found = self.page.get_by_role("option", name=option, exact=True)
-        expect(found).to_have_count(1)  # waits until the list of the previous dropdown has disappeared
+        expect(found).to_have_count(1)  # waits until the previous dropdown's list has disappeared
         found.click()
 
     def fill(self, label: str, value, nth: int = 0) -> None:
@@ -110,7 +110,7 @@ class Visit:
         self.page.keyboard.press("Escape")
 
     def drawn(self, count: int, where: str = "#sample-gallery"):
-        """Wait until ``count`` samples are shown, and return them."""
+        """Wait until ``count`` samples are shown; return them."""
         self.page.locator(f'{where} [data-count="{count}"]').wait_for()
         return self.page.locator(f"{where} img, {where} video")
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, plays and compares, and what it does with hostile input."""
+"""The page in a real browser: drawing, playing and comparing samples, and hostile input."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def status(page, text: str, where: str = "#sample-status") -> None:
 
 
 def on_digits(visit):
-    """A browser in which the run of digits is chosen."""
+    """Return a browser that has chosen the run of digits, and its page."""
     one = visit()
     page = one.open()
     one.choose("Run or checkpoint", DIGITS)
@@ -109,7 +109,7 @@ def test_a_moving_digit_plays(visit):
             video.requestVideoFrameCallback(look);
         })"""
     )
-    assert seen[:3] == [16, 16, False] and len(set(seen[3])) >= 3  # and over again: it has four frames
+    assert seen[:3] == [16, 16, False] and len(set(seen[3])) >= 3  # repeats, because the clip has four frames
     assert page.locator("#sample-gallery figcaption").first.inner_text().split() == ["left", "MP4"]
 
 
@@ -163,7 +163,7 @@ def test_hostile_prompts_are_text(visit):
 
 
 def test_what_a_browser_sends_is_looked_up(visit, outputs):
-    """Names that the page does not offer, sent as if it did."""
+    """Names that the page does not offer are refused."""
     one, page = on_digits(visit)
     one.fill("Steps", 1)
     secret = outputs.parent / "elsewhere" / "run"
@@ -205,7 +205,7 @@ def test_a_broken_checkpoint_is_a_message(visit):
     page.locator("#sample-status .error", has_text="ema.safetensors").wait_for()
     one.choose("Run or checkpoint", LINKED_FILE)
     page.locator(".error", has_text="symbolic link out of").locator("visible=true").wait_for()
-    one.choose("Run or checkpoint", CUT)  # known when its tensors are read
+    one.choose("Run or checkpoint", CUT)  # the damage shows when tensors are read
     one.fill("Steps", 2)
     page.locator("#draw").click()
     page.locator("#sample-status .error", has_text="ema.safetensors").wait_for()
@@ -230,12 +230,12 @@ def test_two_browsers_at_once(visit):
     second.fill("Steps", 2)
     page.locator("#draw").click()
     status(page, "waiting")
-    page.locator("#cancel").click()  # its own request alone
+    page.locator("#cancel").click()  # cancels only this browser's request
     status(page, "cancelled")
     status(busy, "drawing")
     page.locator("#draw").click()
     status(page, "waiting")
-    busy.close()  # a browser that goes takes its request with it
+    busy.close()  # closing a browser cancels its request
     assert second.drawn(1).count() == 1 and page.locator("#sample-gallery video").count() == 1
 
 

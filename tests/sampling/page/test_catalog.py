@@ -1,4 +1,4 @@
-"""The page reads only what it lists, by name, and nothing outside the folder of runs."""
+"""The page only reads files that it lists, by name, and nothing outside the folder of runs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""One model in memory, requests one after the other, cancelled and failing ones included."""
+"""One model is in memory, and requests run one after the other, even if some are cancelled or fail."""
 
 import gc
 import threading
@@ -25,7 +25,7 @@ def request(weights=A, what=(1, 2), steps=5, **more) -> DrawingRequest:
 
 
 class Pipe:
-    """Stands in for a pipeline: draws a name, holds on to a step until it is told to go on, or fails."""
+    """A stand-in for a pipeline that draws a name, waits in a step until it may continue, or fails."""
 
     alive: "weakref.WeakSet[Pipe]" = weakref.WeakSet()
 
@@ -81,7 +81,7 @@ def until(condition) -> None:
 
 
 def hold(queue, pipes, **more):
-    """(a request that stands still in its fourth step, its pipeline)."""
+    """Return a request that waits in its fourth step, and its pipeline."""
     queue.submit(request()).result(10)
     pipe = pipes[-1]()
     pipe.go_on.clear()
@@ -124,12 +124,12 @@ def test_cancel(queue, pipes):
     for one in (waiting[1], held):
         one.cancel()
         with pytest.raises(CancelledError):
-            one.result(0)  # at once
+            one.result(0)  # immediately
     pipe.go_on.set()
     del pipe
     assert waiting[0].result(10) == waiting[2].result(10) == ["B0"]
     held.cancel()
-    with pytest.raises(CancelledError):  # again
+    with pytest.raises(CancelledError):  # a second time
         held.result(0)
 
 
@@ -140,7 +140,7 @@ def drawing_threads() -> set[threading.Thread]:
 def test_close_ends_all(queue, pipes):
     held, pipe = hold(queue, pipes)
     waiting, before = queue.submit(request(B)), drawing_threads()
-    threading.Timer(0.1, pipe.go_on.set).start()  # a step runs to its end
+    threading.Timer(0.1, pipe.go_on.set).start()  # a step is finished first
     del pipe
     queue.close()
     for one in (held, waiting):
@@ -158,7 +158,7 @@ def test_a_model_that_failed_is_loaded_again(queue, pipes, capsys):
         queue.submit(request()).result(10)
     assert queue.submit(request()).result(10) == ["A0"] and len(pipes) == 2
     assert "Traceback" in capsys.readouterr().err
-    pipes[-1]().error = ValueError("class 'x': no such class")  # the user's mistake: the model is sound
+    pipes[-1]().error = ValueError("class 'x': no such class")  # the user's mistake; the model still works
     with pytest.raises(ValueError, match="no such class"):
         queue.submit(request()).result(10)
     assert queue.submit(request()).result(10) == ["A0"] and len(pipes) == 2
@@ -179,8 +179,8 @@ def test_what_can_not_be_loaded(error, capsys):
             failed = queue.submit(request(A))
             with pytest.raises(type(error), match=str(error)):
                 failed.result(10)
-            failed.future.exception().__traceback__ = None  # pytest's own
-        assert queue.submit(request(B)).result(10) == ["B0"]  # whose load finds no other model alive
+            failed.future.exception().__traceback__ = None  # pytest keeps the traceback
+        assert queue.submit(request(B)).result(10) == ["B0"]  # its load finds no other model alive
     assert ("Traceback" in capsys.readouterr().err) == isinstance(error, RuntimeError)
 
 

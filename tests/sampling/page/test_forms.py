@@ -151,7 +151,7 @@ def test_a_picture_that_clips_begin_with():
 
 
 class Listed:
-    """Stands in for a catalog: notes what it is asked for."""
+    """A stand-in for a catalog that returns the LoRAs it is asked for."""
 
     def weights(self, *names):
         return CHOICE

@@ -1,4 +1,4 @@
-"""The command: its flags, the address it prints, and how it ends."""
+"""The command: its flags, the address that it prints, and how it ends."""
 
 import os
 import re
@@ -75,7 +75,7 @@ def test_mistakes(words, said, capsys, tmp_path, monkeypatch):
 
 
 def test_training_with_a_password_or_on_this_machine(tmp_path, monkeypatch):
-    """Runs are written below the folder, which is made for them."""
+    """Runs are written below the folder; their outputs folder is made."""
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: name)
     for words in ("", "--host 0.0.0.0 --password long-enough"):
         options = flags("--allow_train", str(tmp_path), *words.split())
@@ -98,7 +98,7 @@ def test_a_port_that_is_taken():
 
 @pytest.mark.parametrize("name, code", [("SIGINT", 0), ("SIGTERM", 143), ("SIGHUP", 143)])
 def test_from_start_to_end(tmp_path, name, code):
-    """With a password, until Ctrl-C or another signal; Colossal-AI is not imported, and nothing is left behind."""
+    """The page runs with a password until a signal, without importing Colossal-AI, and leaves no files."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
     words = ["page", "--outputs", str(tmp_path), "--port", "0", "--password", "a long one"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}

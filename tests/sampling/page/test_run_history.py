@@ -1,4 +1,4 @@
-"""Curves and starts of runs, read from files that may be cut off, large or damaged."""
+"""Curves and starts of runs, read from files that may be incomplete, large or damaged."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_figures_of_evaluations(outputs, tmp_path):
     assert [figure["metric"] for figure in found] == ["is", "fid"] and "secret" not in found[0]
     assert len(read_results(catalog, DIGITS, tmp_path)) == 2 and read_results(catalog, BROKEN, tmp_path) == []
     assert read_results(catalog, CLIPS) == [] == read_results(catalog, CLIPS, tmp_path / "nowhere")
-    assert read_results(catalog, LINKED_FILE) == []  # it has one that leads elsewhere
+    assert read_results(catalog, LINKED_FILE) == []  # its file is a link to another folder
     own = Catalog(tmp_path)
     (tmp_path / "000-a" / "evaluation").mkdir(parents=True)
     (tmp_path / "000-a" / "evaluation" / "results.jsonl").write_text(json.dumps(row))
@@ -101,7 +101,7 @@ def test_a_log_is_read_on_from_where_it_ended(tmp_path):
     reader = log_reader(path)
     reader.add = lambda line, add=reader.add: (read.append(line), add(line))
     assert found() == [(1, 1.0), (2, 2.0), (3, 3.0)] and read == [b'{"step": 3, "loss": 3}\n']
-    # Cut off by a resume, and longer than before when it is looked at again.
+    # The log was cut by a resumption, and is longer than before when it is read again.
     path.write_text('{"step": 1, "loss": 1}\n' + "".join(f'{{"step": {n}, "loss": 9}}\n' for n in range(2, 9)))
     assert found() == [(1, 1.0), *((n, 9.0) for n in range(2, 9))]
 

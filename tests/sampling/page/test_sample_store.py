@@ -1,4 +1,4 @@
-"""Samples as files with their settings inside; the oldest ones go."""
+"""Samples are stored as files that contain their settings; the oldest files are deleted."""
 
 import errno
 import io
@@ -73,7 +73,7 @@ def test_the_oldest_go():
 
 
 def test_a_full_disk_leaves_nothing(monkeypatch):
-    """The third of three pictures finds no room."""
+    """The third of three pictures does not fit on the disk."""
     with SampleStore() as store:
         _, (kept,) = store.add([picture(0)], request("kept"))
         folder = kept.path.parent
@@ -102,7 +102,7 @@ def test_a_start_deletes_what_a_killed_page_left(tmp_path, monkeypatch):
     left = locks[0].parent
     (left / "picture.png").write_bytes(b"1")
     foreign = tmp_path / "opendit-page-other"
-    foreign.mkdir()  # without the file that a page locks
+    foreign.mkdir()  # has no lock file of a page
     with SampleStore():
         assert (left / "picture.png").exists()  # it is in use
     running.kill()

@@ -1,4 +1,4 @@
-"""Test who may ask the page, and for what."""
+"""The page's guard: which requests are answered."""
 
 import asyncio
 import base64
@@ -15,7 +15,7 @@ from opendit.sampling.page.server import BODY_BYTES, LOCAL, Guard
 
 
 def ask(path="/", method="GET", headers=(), body=b"", *, password=None, hosts=LOCAL, kind="http"):
-    """(status, headers, what the page itself has seen) of a request."""
+    """Send a request; return its status and headers, and what reached the page."""
     seen, sent = [], []
 
     async def page(scope, receive, send):
@@ -42,7 +42,7 @@ def ask(path="/", method="GET", headers=(), body=b"", *, password=None, hosts=LO
     given = {"host": "127.0.0.1:7860", **dict(headers)}
     scope = {"type": kind, "method": method, "path": path}
     scope["headers"] = [(name.encode(), value.encode()) for name, value in given.items() if value is not None]
-    with ThreadPoolExecutor(1) as thread:  # in this one a browser's event loop may run: other tests share it
+    with ThreadPoolExecutor(1) as thread:  # another thread, because the browser tests' event loop may run in this one
         thread.submit(asyncio.run, Guard(page, password, hosts)(scope, receive, send)).result()
     start = next((message for message in sent if message["type"] == "http.response.start"), None)
     return (start["status"], dict(start["headers"]), seen) if start else (None, {}, seen)
@@ -107,7 +107,7 @@ def basic(text: str) -> dict[str, str]:
 
 def test_password(monkeypatch):
     monkeypatch.setattr(server, "WRONG_PASSWORD_S", 0.0)
-    for path in (*USED, *UNUSED):  # nothing is told to who does not know it
+    for path in (*USED, *UNUSED):  # without the password nothing is answered
         status, headers, seen = ask(path, password="a:bc ü", hosts=None)
         assert status == 401 and headers[b"www-authenticate"].startswith(b"Basic") and not seen
     for wrong in ("x:", "x:a:bc", "a:bc ü", "x:a:bc ü ", "", ":"):
@@ -123,7 +123,7 @@ def test_bodies_are_bounded():
     assert ask(join, "POST", {"content-length": str(BODY_BYTES)}, b"x" * BODY_BYTES)[0] == 200
     assert ask(join, "POST", {"content-length": str(BODY_BYTES + 1)})[0] == 413
     assert ask(join, "POST", {"content-length": "-1"})[0] == ask(join, "POST", {"content-length": "x"})[0] == 413
-    assert ask(join, "POST", body=b"x" * (BODY_BYTES + 1))[2] == []  # which says nothing, or another length
+    assert ask(join, "POST", body=b"x" * (BODY_BYTES + 1))[2] == []  # without a content-length
 
 
 def test_an_origin_that_is_none_is_refused():
@@ -153,7 +153,7 @@ def test_requests_at_a_time_are_bounded(monkeypatch):
 
 
 def test_silent_connections_keep_nobody_out(monkeypatch):
-    """More connections than the page keeps open, without a byte, with a part of a head, or silent after an answer."""
+    """More connections than the page keeps open send nothing, part of a head, or nothing after an answer."""
     monkeypatch.setattr(server, "MOST_SILENT", 20)
     monkeypatch.setattr(server, "REQUEST_S", 1.0)
 

@@ -1,4 +1,4 @@
-"""The tab Train in a real browser: digits are fine-tuned from a folder, by runs that outlive the page."""
+"""The tab Train in a real browser: digits from a folder are trained by runs that outlive the page."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from tests.sampling.page.conftest import serving
 from tests.sampling.page.runs import DIGITS, make
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="runs are started from the page on Linux only")
-LONG = 120_000  # ms: a program imports torch, and may share its cores
+LONG = 120_000  # ms; importing torch on shared cores is slow
 
 
 @pytest.fixture
 def root(tmp_path):
-    """A folder with runs, and pictures of digits in folders of their classes; beside it what must not be read."""
+    """Return a folder with runs, with digits in one folder per class, and with a link that must not be followed."""
     make(tmp_path)
     images, labels = digits_split("train")
     for number in range(100):
@@ -43,7 +43,7 @@ def test_digits_from_a_folder_stopped_found_again_and_drawn(visit, root):
         page = one.open("Train")
         page.set_default_timeout(LONG)
         page.locator("#jobs", has_text="nothing has been trained here yet").wait_for()
-        for path in ("../x", "out", "/etc", '<img src=x onerror="alert(1)">'):  # what is written, not chosen
+        for path in ("../x", "out", "/etc", '<img src=x onerror="alert(1)">'):  # typed, not chosen
             one.fill("Data: a folder or a table", path)
             page.keyboard.press("Enter")
             page.locator("#plan").click()
@@ -71,7 +71,7 @@ def test_digits_from_a_folder_stopped_found_again_and_drawn(visit, root):
         page.locator("#go-on").click()
         page.locator("#jobs", has_text="running").wait_for()
         one.close()
-    # The page has ended, and the run goes on without it.
+    # The page has ended, but the run continues.
     process = json.loads((job / "job.json").read_text())["pid"]
     os.kill(process, 0)
     with serving("--allow_train", str(root), "--mixed_precision", "fp32") as address:
@@ -104,8 +104,8 @@ def test_without_the_flag_there_is_no_tab(visit):
 
 
 def test_what_is_sent_over_http_stays_below_the_folder(root, monkeypatch):
-    """Requests that no browser of ours sends: nothing is started, and with a password nothing is answered."""
-    monkeypatch.setattr(training_queue, "TICK_S", 60.0)  # what is in the queue stays there
+    """Requests that the page's scripts never send start nothing, and with a password they are not answered."""
+    monkeypatch.setattr(training_queue, "TICK_S", 60.0)  # jobs stay in the queue
     hostile = [
         "../x",
         "out",
@@ -134,7 +134,7 @@ def test_what_is_sent_over_http_stays_below_the_folder(root, monkeypatch):
 
 
 def test_three_hundred_requests_keep_the_memory_flat(root):
-    """Test the program itself, over HTTP: drawings, the runs that it shows, and the tab Train."""
+    """The program is tested over HTTP with drawings, curves and the tab Train."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
     words = ["page", "--allow_train", str(root), "--port", "0", "--mixed_precision", "fp32"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -146,7 +146,7 @@ def test_three_hundred_requests_keep_the_memory_flat(root):
         memory, run = [], {"Run or checkpoint": DIGITS}
         drawn = {**run, "Count": 1, "Steps": 1, "Sampler": "ddpm", "Classes": [0]}
         asking.event("refresh", "click", {})
-        asking.event("Run or checkpoint", "input", run)  # a session knows its choices from then on
+        asking.event("Run or checkpoint", "input", run)  # the session then knows its choices
         for number in range(300):
             if number % 3 == 0:
                 shown = asking.event("draw", "click", drawn)
@@ -163,13 +163,13 @@ def test_three_hundred_requests_keep_the_memory_flat(root):
 
 
 def resident(pid: int) -> float:
-    """The MiB of memory that a process holds."""
+    """Return a process's resident memory in MiB."""
     with open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 class Asking:
-    """Return what a browser's scripts ask the page."""
+    """Sends the requests that a browser's scripts send."""
 
     def __init__(self, address: str):
         self.address, self.session = address, "a1b2c3"
@@ -178,8 +178,8 @@ class Asking:
         self.components = {each["id"]: each["props"] for each in self.config["components"]}
 
     def event(self, name: str, kind: str, values: dict, fails: bool = False):
-        """The data that an event of a component answers. values: by labels, of other fields than their first. fails:
-        it may."""
+        """Return the messages that answer a component's event. ``values`` sets fields by label; ``fails`` allows
+        failure."""
         named = [key for key, props in self.components.items() if name in (props.get("elem_id"), props.get("label"))]
         event = next(each for each in self.config["dependencies"] if [named[0], kind] in map(list, each["targets"]))
         props = [self.components[key] for key in event["inputs"]]

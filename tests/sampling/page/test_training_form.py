@@ -1,4 +1,4 @@
-"""Test what the tab Train makes of its fields: flags of train.py whose paths are below one folder, or one line."""
+"""The tab Train's fields become flags of train.py with paths below one folder, or are refused in one line."""
 
 import json
 import re
@@ -31,7 +31,7 @@ PLAIN |= dict(frames="", steps="", batch_size="", lr="", lora="", ckpt_every="")
 
 @pytest.fixture
 def root(tmp_path):
-    """ROOT with data, a model, a run, and links out of it."""
+    """Return a root folder with data, a model, a run and links, some of which lead out."""
     root, outside = tmp_path / "root", tmp_path / "outside"
     for folder in ("photos/cat", "a,b:0.5", "Z-Image", "outputs", "page_runs", ".hidden"):
         (root / folder).mkdir(parents=True)
@@ -68,12 +68,12 @@ def test_flags(root):
     }  # fmt: skip
     _, flags, more = read(root, base="Z-Image", data="clips.csv", recipe="lora", batch_size="2")
     assert flags["card"] == "auto" and flags["pretrained"] == str(root / "Z-Image") and more == {}
-    assert flags["global_batch_size"] == 2  # which the recipe has, and which must be a multiple
+    assert flags["global_batch_size"] == 2  # must be a multiple; the recipe sets it too
     assert read(root, lora="4", base=RUN, card="4090")[1]["card"] == "4090"
 
 
 def test_speed_ups_without_a_recipe(root):
-    """Use the flags of train_img.sh; a recipe has others."""
+    """Without a recipe, the flags are those of train_img.sh."""
     every = TrainingForm(**{**PLAIN, "recipe": NO_RECIPE, "model": "DiT-S/2"})
     _, flags, _ = read_training_form(every, Catalog(root / "outputs"), root, has_gpu=True)
     _, without, _ = read_training_form(every, Catalog(root / "outputs"), root)
@@ -139,6 +139,6 @@ def test_what_can_be_chosen(root):
 
 
 def test_a_runs_flags_lead_nowhere_else(root):
-    """Take over only the network's settings from a run that others have written, and no path."""
+    """Only the network's settings are taken over from a run's flags, and no paths."""
     kept = kept_flags(Catalog(root / "outputs"), RUN)
     assert kept == {"model": "DiT-Ti/4", "image_size": 8, "objective": "flow", "flow_shift": 3.0}

@@ -1,4 +1,5 @@
-"""Runs that the page starts: one a GPU, found again by another page, and signalled only while they are themselves."""
+"""Runs started by the page: one per GPU, found again by another page, and signalled only if they are the same
+process."""
 
 import contextlib
 import json
@@ -17,7 +18,7 @@ from opendit.sampling.page.catalog import Catalog
 from opendit.sampling.page.training_queue import FOLDER, TrainingQueue
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="runs are started from the page on Linux only")
-# Trains until a signal, and then ends in good order, as train.py does.
+# Trains until a signal and then ends cleanly, like train.py.
 FAKE = """
 import json, os, pathlib, signal, sys
 if "OPENDIT_RUN_FOLDER_FILE" not in os.environ:  # a plan, which takes long
@@ -40,7 +41,7 @@ while True:
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """The processes that were started, in the place of train.py; they are ended with the test."""
+    """Start fake trainings instead of train.py; yield their processes, which are killed after the test."""
     processes = []
 
     def start(words, output, **more):
@@ -95,13 +96,13 @@ def test_runs_outlive_the_page_and_are_found_again(tmp_path, started):
         with pytest.raises(Locked, match="close that page first"):
             opened(tmp_path)
     assert started[0].poll() is None and len(started) == 1
-    with opened(tmp_path) as queue:  # what runs is not its child's child: its start time tells
+    with opened(tmp_path) as queue:  # the run is not this page's child, but has the start time
         assert [queue.status(name) for name in (first, second)] == ["running", "waiting"]
         time.sleep(0.2)
         assert len(started) == 1
         queue.stop(first)
         started[0].wait(20)
-        ready(queue, second)  # which a page before had put into the queue
+        ready(queue, second)  # queued by the previous page
         assert queue.status(first) == "stopped"
         queue.go_on(first)
         assert queue.status(first) == "waiting" and queue.stop(first) == "dropped from the queue"
@@ -120,7 +121,7 @@ def test_a_number_that_another_process_has_is_not_signalled(tmp_path, started, c
         with pytest.raises(ValueError, match="does not run"):
             queue.stop(name)
         time.sleep(0.1)
-    assert started[0].poll() is None and len(started) == 1  # neither signalled nor started once more
+    assert started[0].poll() is None and len(started) == 1  # neither signalled nor started again
 
 
 def test_a_process_that_is_gone(tmp_path, started):
@@ -131,7 +132,7 @@ def test_a_process_that_is_gone(tmp_path, started):
         wait_for(lambda: queue.status(name) == "failed")
         with pytest.raises(ValueError, match="does not run"):
             queue.stop(name)
-        queue.go_on(name)  # it has no checkpoint: from the start
+        queue.go_on(name)  # starts anew, because there is no checkpoint
         wait_for(lambda: queue.output(name).count("ready") == 2)
         assert "load" not in queue.config(name)
 

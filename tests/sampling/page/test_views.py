@@ -1,4 +1,4 @@
-"""Curves as pictures, and what programs have printed."""
+"""Curves as pictures, and programs' output."""
 
 import re
 

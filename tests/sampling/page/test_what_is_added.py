@@ -1,4 +1,4 @@
-"""LoRAs on top of weights, and pictures that clips begin with: what the page draws is what Python draws."""
+"""LoRAs and first pictures of clips: the page draws the same samples as Python."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ BASE, STYLE, CLIPS = "000-DiT-Ti-2", "001-DiT-Ti-2", "002-vDiT-Ti-222"
 
 @pytest.fixture
 def catalog(tmp_path):
-    """A run, a run of a LoRA on it, a LoRA elsewhere, and a run of clips that begin with a picture."""
+    """Return a catalog with a run, a LoRA run on it, another LoRA, and a run of clips that begin with a picture."""
     outputs = tmp_path / "outputs"
     place = "checkpoints/step_0000001/ema.safetensors"
     base = write(outputs / BASE / place, seed=1)
@@ -85,7 +85,7 @@ def test_a_clip_begins_with_a_picture(catalog):
 
 
 def test_a_browser_sends_loras_and_a_picture(catalog, tmp_path, visit):
-    """The picture is read and made smaller by the browser. What is no picture is told."""
+    """The browser reads and shrinks the picture. Files that are no picture are reported."""
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (1500, 2000, 3), dtype=np.uint8)).save(
         tmp_path / "noise.png"
     )
