@@ -1,4 +1,4 @@
-"""The fused optimizer step on a GPU: the cases of tests/kernels/test_adamw_ema.py, large tensors, and no waiting."""
+"""Test the fused optimizer step on a GPU: the cases of tests/kernels/test_adamw_ema.py, large tensors, no host waits."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_steps_against_float64(gradient, working, decays, odd, clip):
 
 
 def test_large_tensors():
-    """Many blocks, last ones that are not full, and an update in two parts."""
+    """Use many blocks, partial last blocks, and an update in two parts."""
     check_against_float64(device="cuda", sizes=(1152 * 6912, 1152, 7, 1152 * 4608 + 3, 40_000_001), clip=0.5, parts=2)
 
 
@@ -57,7 +57,7 @@ def test_bad_steps_change_nothing(bad, gradient):
 
 
 def test_the_host_never_waits():
-    """torch raises at whatever would make the host wait for the device."""
+    """torch raises if the host would wait for the device."""
     case = Case("cuda", decays=(0.9, 0.99))
     scale = torch.ones(1, device="cuda")
     for _ in range(3):

@@ -1,6 +1,6 @@
-"""ST-DiT whose samples 2 and 4 GPUs share, in bf16: against one GPU, every gradient; and a replayed step.
+"""Test ST-DiT with sequence parallelism on 2 and 4 GPUs in bf16: gradients, and steps replayed from a CUDA graph.
 
-The bounds: an output or a gradient is no further from fp32 than 1.5 times one GPU's in bf16, which rounds as often.
+The error of an output or gradient against fp32 may be at most 1.5 times that of one GPU in bf16, which rounds as often.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ from tests.ranks import run_ranks
 from train import EagerPasses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
-LATTE = STDiTConfig((7, 16, 20), (1, 2, 2), 4, 512, 2, 8, num_classes=10)  # 7 frames of 80 places
+LATTE = STDiTConfig((7, 16, 20), (1, 2, 2), 4, 512, 2, 8, num_classes=10)  # 7 frames of 80 tokens
 EVEN = replace(LATTE, input_size=(8, 18, 22), full_attention=True, qk_norm=True, positions="rope")
 SAMPLES, STEPS = 2, 8
 WAYS = ["collectives 1", "collectives 2", "direct 1", "direct 2", "direct 3"]
@@ -73,7 +73,7 @@ def gradients(model: DiT) -> tuple[Tensor, dict]:
 
 
 def every_way(mesh: Mesh) -> list:
-    """Return, for each configuration, the distances from fp32 on one GPU: of one GPU first, then of every way."""
+    """Return errors against one GPU in fp32, for each configuration: first for one GPU in bf16, then for every way."""
     torch.set_float32_matmul_precision("highest")
     mesh, device, half, found = init_mesh(sequence_parallel=mesh.world_size), mesh.device, torch.bfloat16, []
     for config in (LATTE, EVEN):
@@ -104,7 +104,7 @@ def test_outputs_and_every_gradient_are_those_of_one_gpu_in_bf16(world):
 
 
 def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
-    """Return, for each way, (the runner's note on CUDA graphs, losses): kernel by kernel, and from a graph."""
+    """Return (the runner's note on CUDA graphs, losses) for each way, without a graph and with one."""
     shared, found = init_mesh(sequence_parallel=mesh.world_size), []
     for way in ("collectives 2", "direct 2"):
         runs = []

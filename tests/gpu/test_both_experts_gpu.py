@@ -1,4 +1,4 @@
-"""--expert both on a GPU: the passes of each network are replayed from its own CUDA graphs."""
+"""Test --expert both on a GPU: each network's passes are replayed from its own CUDA graphs."""
 
 import pytest
 import torch

@@ -1,5 +1,8 @@
-"""Frozen blocks of a LoRA on a GPU: in host memory they have the bits of blocks that stay, and less memory; stored in
-fewer bits, the kernel's numbers and products are the references'."""
+"""Test LoRA's frozen blocks on a GPU, kept in host memory or stored in fewer bits.
+
+Blocks in host memory give the same bits as resident ones, with less GPU memory. The kernels for stored weights match
+their references.
+"""
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ VALUES |= dict(axes_dims_rope=(16, 56, 56))
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Let attention add gradients up in one order."""
+    """Make attention add gradients in a fixed order."""
     make_deterministic()
     yield
     torch.use_deterministic_algorithms(False)
@@ -41,7 +44,7 @@ def config():
 
 
 def values():
-    """Return a value for every parameter, on the GPU, with LoRA that has an influence."""
+    """Return a value for every parameter, on the GPU, with nonzero LoRA."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     with torch.device("meta"):
         model = PublicDiT(config())
@@ -76,7 +79,7 @@ def model_of(kind, offload, float8):
 
 
 def steps(model):
-    """Return losses and gradients of some steps, and the peak of the memory."""
+    """Return the losses and gradients of some steps, and the peak memory."""
     generator = torch.Generator(DEVICE).manual_seed(1)
     y = TextCondition(
         torch.randn(1, 64, VALUES["joint_attention_dim"], device=DEVICE, generator=generator),
@@ -114,11 +117,11 @@ def test_streamed_blocks_have_the_bits_of_resident_ones(kind, float8):
 
 @pytest.mark.parametrize("count", (8, 2))
 def test_a_recorded_step_copies_its_blocks(count):
-    """A CUDA graph of a step, with passes in between that leave other blocks in the ring."""
+    """Record a CUDA graph of a step, and run passes between its replays that leave other blocks in the ring buffer."""
     whole, model, recorder = model_of("nf4", 0, False), model_of("nf4", count, False), GraphRecorder()
     for (
         block
-    ) in whole.blocks:  # as hooks cut a stack of streamed blocks: fused across blocks they would round otherwise
+    ) in whole.blocks:  # hooks cut the stack as streaming does; blocks fused with the next would round differently
         block.register_forward_pre_hook(lambda *_: None)
     x, t = torch.empty(1, VALUES["in_channels"] // 4, 32, 32, device=DEVICE), torch.full((1,), 300.0, device=DEVICE)
     y = TextCondition(
@@ -163,7 +166,7 @@ def test_the_kernel_has_the_references_bits(kind):
 
 @pytest.mark.parametrize(("rows", "shape"), ((1, (9216, 3072)), (7, (18432, 3072)), (64, (304, 1168))))
 def test_a_weight_in_float8_is_read_in_place(rows, shape):
-    """All codes are dequantised exactly, and few rows are multiplied without it."""
+    """All codes are dequantised exactly, and products with few rows read the float8 weight directly."""
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
     codes[codes & 127 == 127] = 0  # not NaN
     descale = torch.tensor([2.0**-9], device=DEVICE)
@@ -177,7 +180,7 @@ def test_a_weight_in_float8_is_read_in_place(rows, shape):
 
 @pytest.mark.parametrize("kind", ("fp8", "int8", "nf4"))
 def test_text_encoders_are_quantised_on_the_gpu(kind, tmp_path):
-    """A T5 has the embeddings of the dequantised weights, and the bytes of one that a CPU quantises."""
+    """A T5 quantised on the GPU has the same bytes as on the CPU, and its embeddings match the dequantised weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.T5Config(vocab_size=64, d_model=256, d_kv=64, d_ff=512, num_layers=2, num_heads=4)

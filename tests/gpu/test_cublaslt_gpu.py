@@ -1,4 +1,4 @@
-"""Products by cuBLASLt's own proposals on a GPU: torch's bits, whichever is taken, in a recording and on threads."""
+"""Test products by cuBLASLt's proposals on a GPU: they have torch's bits, also in CUDA graphs and on threads."""
 
 import threading
 
@@ -24,7 +24,7 @@ def operands(rows, columns, inner, bias, dtype=torch.bfloat16):
 
 @pytest.fixture(autouse=True)
 def taken(monkeypatch):
-    """Takes some proposal of the same bits wherever there is one, though it is slower."""
+    """Accept slower proposals too, so that one with the same bits is used if there is any."""
     monkeypatch.setattr(cublaslt, "GAIN", 100.0)
 
 
@@ -38,12 +38,12 @@ def taken(monkeypatch):
 def test_torchs_bits(rows, columns, inner, bias, activation, dtype):
     products, torchs = FastestProducts(), activation or F.linear
     x, weight, b = operands(rows, columns, inner, bias, dtype)
-    for factor in (1, 3):  # other numbers than those that it was chosen by
+    for factor in (1, 3):  # also with other inputs than those used for the choice
         got = products(factor * x, weight, b, torchs, gelu=activation is not None)
         want = torchs(factor * x, weight, b)
         assert torch.equal(got, want) and got.shape == want.shape and not products.failed
     found = next(iter(products.found.values()))
-    assert found is not None or rows == 2 or columns == 136  # of the others, one at least rounds as torch's
+    assert found is not None or rows == 2 or columns == 136  # for all other shapes, some proposal rounds as torch does
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Steps replayed as a CUDA graph are, bit for bit, the steps run kernel by kernel."""
+"""Test that steps replayed as a CUDA graph have the same bits as steps without a graph."""
 
 from dataclasses import replace
 
@@ -20,13 +20,14 @@ CASES = [  # configuration, sizes of the micro-batches of each step, precision
     (LABELS, [[4, 4, 4]] * 5 + [[3, 4, 4], [4, 3, 4], [4, 4, 4]], "bf16"),
     (LABELS, [[4, 4]] * 8, "fp16"),
     (CAPTIONS, [[4]] * 8, "fp32"),
-    (replace(LABELS, sprint=(1, 2)), [[4]] * 12, "bf16"),  # recorded again after five
+    (replace(LABELS, sprint=(1, 2)), [[4]] * 12, "bf16"),  # recorded again after five steps
 ]
 
 
 def both(mesh) -> list[tuple[bool, float]]:
-    """For each case whether graphs change anything, and the last loss."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # flash in place of cuDNN would be needed for all bits
+    """Return, for each case, whether the results are equal with and without graphs, and the last loss."""
+    # warn_only, because cuDNN's attention is not deterministic
+    torch.use_deterministic_algorithms(True, warn_only=True)
     found = []
     for config, sizes, precision in CASES:
         speed = SpeedFlags(True, True, False)
@@ -68,7 +69,7 @@ def test_a_failed_recording_leaves_torch_as_it_was(how):
     torch.cuda.manual_seed(0)
     assert torch.equal(torch.randn(5, device="cuda"), drawn)
     places = set()
-    for _ in range(6):  # memory that another stream has used, given back and taken again
+    for _ in range(6):  # memory that is used on another stream, freed and allocated again
         block = torch.zeros(50 << 20, dtype=torch.uint8, device="cuda")
         with torch.cuda.stream(side):
             block.add_(1)

@@ -1,4 +1,4 @@
-"""Training runs on the digits on a GPU: what speeds a step up does not change the curve."""
+"""Test on the digits data set and a GPU that speed-ups do not change the loss curve."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Moments in 8 bits on a GPU: the kernels have the bits of the reference on the CPU, and a step does not wait."""
+"""Test 8-bit moments on a GPU: the kernels have the bits of the CPU reference, and a step does not wait."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A rank that is killed while all of them are inside NCCL's collectives: the others end within seconds."""
+"""Test that a run ends within seconds if a rank is killed while the others wait inside NCCL collectives."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ ARGV += "--num_workers 2 --log_every 5 --sample_every 0 --ckpt_every 0 --max_ste
 
 
 def test_a_run_whose_graph_holds_collectives_ends(tmp_path):
-    """Ranks that share sequences have NCCL's collectives, and copies from each other, in the graph that they record."""
+    """The recorded graph includes NCCL's collectives and copies between ranks that share sequences."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     argv = [*torchrun, *ARGV, "--max_steps", "8", "--enable_cuda_graph", "--sequence_parallel_size", "2"]
     done = subprocess.run([*argv, "--outputs", tmp_path / "out"], cwd=ROOT, timeout=120, capture_output=True, text=True)
@@ -28,13 +28,13 @@ def test_a_run_whose_graph_holds_collectives_ends(tmp_path):
 
 
 def ended(agent: subprocess.Popen, left: psutil.Process, log: Path) -> int:
-    """The agent's exit code; if it does not end soon, an error with the stacks of the rank that is left."""
+    """Return the agent's exit code. If it does not end soon, raise an error with the stacks of the remaining rank."""
     try:
         return agent.wait(SOON)
     except subprocess.TimeoutExpired:
         state = left.status() if left.is_running() else "gone"
         with contextlib.suppress(psutil.Error):
-            left.send_signal(signal.SIGABRT)  # by PYTHONFAULTHANDLER it prints the stacks of its threads
+            left.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER, prints the stacks of all threads
         time.sleep(2)
         raise AssertionError(f"still there after {SOON:g} s, the other rank {state}\n{log.read_text()}") from None
 
@@ -58,7 +58,7 @@ def test_a_rank_lost_inside_nccl_ends_the_run(tmp_path, victim, graph):
         family = psutil.Process(agent.pid).children(recursive=True)
         ranks = [each for each in psutil.Process(agent.pid).children() if "train.py" in each.cmdline()]
         lost, left = sorted(ranks, key=lambda each: each.environ()["RANK"] != victim)
-        # Stopped first: the other rank is then inside a collective, for ever, when the kill comes.
+        # The rank is stopped first, so that the other one hangs inside a collective when the rank is killed.
         lost.send_signal(signal.SIGSTOP)
         time.sleep(2)
         assert left.is_running()

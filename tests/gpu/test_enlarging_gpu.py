@@ -1,4 +1,4 @@
-"""Clips enlarged on a GPU have the bits of those enlarged on a CPU."""
+"""Test that enlarging clips on a GPU gives the same bits as on a CPU."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_bits_are_those_of_a_cpu(height, width, whole):
 
 
 class Clips(MediaDataset):
-    """Clips smaller than 64 pixels, and some of 64, as data sets of files give them."""
+    """A data set of clips, some of 64 pixels and some smaller, as read from files."""
 
     def __len__(self):
         return 6
@@ -48,7 +48,7 @@ class Clips(MediaDataset):
 
 
 def test_pinned_batches_of_workers_are_enlarged_alike():
-    """Through worker, pinned memory and device, as a run reads."""
+    """Read clips as a run does: through workers, pinned memory and the device."""
     data, schedule = Clips(), BatchSchedule(6, 3, 1)
     how = dict(dp_rank=0, dp_size=1, batch_size=3, num_workers=2, as_bytes=True, end_step=12, pin_memory=True)
     with build_loader(data, schedule, **how) as loader:

@@ -1,9 +1,8 @@
-"""Experts on 2 GPUs: every gradient as near to fp32 as one GPU's in the same precision, and what a rank holds.
+"""Test experts on 2 GPUs: gradients are as near to fp32 as those of one GPU, and each rank holds its share.
 
-The bound in bf16: no gradient is further from fp32 than 1.5 times one GPU's, which rounds as often, and what a few
-other choices make: with other rounding, a token whose affinity is nearly that of another is chosen in its place, each
-of which changes an expert's gradient by a fifth of its norm or so. (Gradients of wrong ranks, or of a wrong scale, are
-off by 0.8 and more.)
+In bf16, a gradient's error may be 1.5 times that of one GPU, plus the effect of a few different expert choices.
+Rounding can swap two tokens with nearly equal affinities, and each swap changes an expert's gradient by about a fifth
+of its norm. Gradients from wrong ranks or with a wrong scale are off by at least 0.8.
 """
 
 from dataclasses import replace
@@ -57,7 +56,7 @@ def engine_of(mesh: Mesh, precision: str) -> Engine:
 
 
 def gradients(mesh: Mesh, precision: str) -> dict[str, Tensor]:
-    """Canonical gradients of all samples, whoever has them."""
+    """Return the canonical gradients summed over all samples, gathered from the ranks."""
     engine, share = engine_of(mesh, precision), SAMPLES // mesh.dp_size
     mine = slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
     x, t, y = (part[mine].to(mesh.device) for part in inputs(CONFIG, SAMPLES, torch.float32))

@@ -1,5 +1,4 @@
-"""Public models with fused kernels on a GPU, against torch's expressions in fp32 on the CPU: the output, and the
-gradient of every weight."""
+"""Test public models with fused kernels on a GPU against torch in fp32 on the CPU: the output and all gradients."""
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def model_of(family: str) -> PublicDiT:
 
 
 def gradients(model: PublicDiT, family: str, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the output as "" and the gradients by name, of a batch of three captions of unequal lengths."""
+    """Return the output as "" and the gradients by name, for a batch of three captions of unequal lengths."""
     y, _, _, _ = batch(family, 0)
     x = torch.randn(3, model.config.in_channels, *SIZES[family], generator=torch.Generator().manual_seed(1))
     output = model(x.to(device), torch.tensor(TIMES, device=device), y.to(device, dtype)).float()

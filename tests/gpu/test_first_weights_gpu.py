@@ -1,4 +1,4 @@
-"""--pretrained and --lora on GPUs: the values of a whole model, and under fsdp no more memory than a rank's shards."""
+"""Test --pretrained and --lora on GPUs: the loaded values, and the memory under fsdp."""
 
 from pathlib import Path
 
@@ -17,8 +17,10 @@ RUNS = [(name, plugin, "bf16") for name in NAMES for plugin in ("fsdp", "zero2")
 
 
 def on_gpus(mesh: Mesh, files: dict[str, Path], large: Path) -> tuple[list, int, int]:
-    """Build all cases. For a larger model also return the bytes of this rank's weights, and the peak that building them
-    took on its GPU."""
+    """Build all cases, then a larger model.
+
+    Returns the cases, the bytes of this rank's trained weights in the larger model, and the peak memory of building it.
+    """
     found = built(mesh, files, RUNS)
     spec = specification(mesh, LARGE["whole"], read_newest(large, mesh=mesh), "fsdp", "fp32")
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""FP8 on a GPU: the cases of tests/kernels/test_fp8.py, large tensors, and a whole model."""
+"""Test FP8 on a GPU: the cases of tests/kernels/test_fp8.py, large tensors, and a whole model."""
 
 import itertools
 import math
@@ -86,7 +86,7 @@ def test_linear_layers():
 def test_a_large_tensor_from_a_sample(dtype):
     x = torch.randn(32768, 4608, device="cuda", dtype=torch.bfloat16).clamp_(-5, 5)
     assert fp8.sample_step(32768 * 36, 36) > 1
-    x[0, 128] = 6.0  # in the second run of 128 numbers, which is not looked at
+    x[0, 128] = 6.0  # in the second run of 128 numbers, which is not sampled
     got = fp8.cast(x, dtype)
     assert 4.0 < fp8.amax(x).max() <= 5.0
     assert torch.equal(got.data.float(), fp8.float8_reference(x, 1 / got.descale, dtype).float())
@@ -107,5 +107,5 @@ def test_a_model_in_fp8_is_near_the_model_in_float64(dtype, checkpointed):
     output, grads = gradients(model, dtype)
     assert (output - want).norm() < 0.1 * want.norm()
     for name, grad in want_grads.items():
-        if not name.endswith("qkv.bias"):  # its keys' part is rounding noise
+        if not name.endswith("qkv.bias"):  # the part for the keys is rounding noise
             assert (grads[name] - grad).norm() < 0.25 * grad.norm(), name

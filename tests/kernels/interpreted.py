@@ -1,4 +1,4 @@
-"""The files of tests that run in Triton's interpreter, in one separate process for each tuple (test_interpreter.py).
+"""List the test files that run in Triton's interpreter; test_interpreter.py starts one process for each tuple.
 
 The tests in the tuple with test_fp8_sequence.py are listed in thorough.txt, because tests/gpu runs the same tests on a
 GPU.

@@ -1,6 +1,6 @@
-"""The fused optimizer step against AdamW, clipping and averages written out in float64.
+"""Test the fused optimizer step against AdamW, gradient clipping and moving averages written out in float64.
 
-The same tests run twice: here with torch, and in a process of their own with the kernels in Triton's interpreter.
+The tests run twice: here with torch, and in a separate process with the kernels in Triton's interpreter.
 """
 
 import math
@@ -22,12 +22,12 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Case:
-    """Tensors of all sizes, the step over them, and the same state in float64."""
+    """Tensors of all sizes, the fused step that updates them, and a float64 copy of the state."""
 
     def __init__(self, device="cpu", gradient=BFLOAT16, working=BFLOAT16, decays=(0.9,), odd=True, sizes=SIZES, seed=0):
         self.random = torch.Generator().manual_seed(seed)
         self.device, self.gradient_dtype, self.sizes = device, gradient, sizes
-        # Every other tensor begins one element into its memory: the kernel must not take it for aligned.
+        # Every other tensor starts one element into its storage, so the kernel must not assume that it is aligned.
         self.shift = [i % 2 if odd else 0 for i in range(len(sizes))]
         self.masters = self.tensors()
         self.exp_avgs, self.exp_avg_sqs = self.tensors(0.0), self.tensors(0.0)
@@ -59,7 +59,7 @@ class Case:
         return [self.masters, self.exp_avgs, self.exp_avg_sqs, *self.averages]
 
     def everything(self):
-        """A copy of all that a step may change."""
+        """Return a copy of everything that a step may change."""
         tensors = [*sum(self.state(), []), *(self.working or []), self.count, self.updates]
         return [tensor.clone() for tensor in tensors]
 
@@ -78,7 +78,7 @@ class Case:
         return norm, finite
 
     def run_in_float64(self, gradients, number, *, scale=1.0, clip=0.0, lr=LR):
-        """The papers' formulas; returns the norm."""
+        """Apply the formulas of the papers in float64, and return the gradient norm."""
         gradients = [None if g is None else g.double() / scale for g in gradients]
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients if g is not None))
         factor = clip / (norm + 1e-6) if 0 < clip < norm + 1e-6 else 1.0
@@ -100,7 +100,7 @@ class Case:
             largest = torch.cat(want).abs().max().item()
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a.double(), b, rtol=4e-6, atol=5e-7 * largest)
-        # The interpreter cuts bf16 off where GPUs and torch round to nearest.
+        # The interpreter truncates to bf16, whereas GPUs and torch round to nearest.
         rounding = 2**-7 if interpreting() else 0.0
         for copy, master in zip(self.working or [], self.masters, strict=False):
             torch.testing.assert_close(copy, master.to(copy.dtype), rtol=rounding, atol=0.0)
@@ -114,7 +114,7 @@ def check_against_float64(*, clip, scale=1.0, lrs=(1e-2, 3e-3, 1e-3), parts=1, *
         norm, finite = case.run(gradients, scale=given, clip=clip, lr=lr, parts=parts)
         want = case.run_in_float64(gradients, number, scale=scale, clip=clip, lr=lr)
         assert norm.item() == pytest.approx(want, rel=1e-6) and finite.item()
-        assert not 0 < want <= clip  # if at all, the clipping is at work
+        assert not 0 < want <= clip  # clipping takes effect if it is enabled
         case.compare()
     assert case.count.item() == len(lrs)
     assert case.updates.item() == (len(lrs) if case.decays else 0)
@@ -143,7 +143,7 @@ def test_part_by_part(parts):
 
 
 def check_against_torch(device):
-    """fp32 without averages is torch.optim.AdamW, from one step to the next."""
+    """Assert that fp32 steps without averages match torch.optim.AdamW."""
     case = Case(device, FLOAT32, None, decays=(), odd=False)
     theirs = [master.clone().requires_grad_() for master in case.masters]
     adam = torch.optim.AdamW(theirs, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
@@ -162,7 +162,7 @@ def test_it_is_torchs_adamw():
 
 
 def check_bad_steps_change_nothing(device, bad, gradient):
-    """One good step, two that are not, one good: only the good ones count."""
+    """Take a good step, two bad ones and another good one; only the good ones may count."""
     case = Case(device, gradient)
     history = []
     for number in range(4):
@@ -213,12 +213,12 @@ def test_the_norm_has_the_same_bits_in_every_run():
     case = Case()
     gradients = case.gradients()
     sums = {case.step.square_sum(gradients).item() for _ in range(3)}
-    moved = [None if g is None else torch.cat([g, g])[g.numel() :] for g in gradients]  # other addresses
+    moved = [None if g is None else torch.cat([g, g])[g.numel() :] for g in gradients]  # at other addresses
     assert len(sums | {case.step.square_sum(moved).item()}) == 1
 
 
 def check_counted(device: str) -> None:
-    """Some squares are others' to count; what is not finite among them is seen all the same."""
+    """Assert that the norm leaves out tensors that other ranks count, but that their NaNs are still detected."""
     case = Case(device)
     gradients, largest = case.gradients(), case.sizes.index(max(case.sizes))
     counted = [i not in (0, largest) for i in range(len(case.sizes))]
@@ -237,8 +237,11 @@ def test_some_squares_are_others_to_count():
 
 
 def check_directions(device: str, gradient: torch.dtype) -> None:
-    """Tensors without second moments go where they are told, from momentum that keeps the scale of gradients; the
-    others take AdamW's step."""
+    """Check tensors without second moments.
+
+    They move along a given direction, computed from momentum that keeps the scale of the gradients. All other tensors
+    take an AdamW step.
+    """
     case, directed, momentum, scale = Case(device, gradient), (1, 4, 5), 0.9, 64.0
     squares = [None if i in directed else square for i, square in enumerate(case.exp_avg_sqs)]
     case.step = FusedStep(

@@ -1,4 +1,4 @@
-"""Positions by a kernel, in Triton's interpreter: the sum in float64, and a gradient that is passed on."""
+"""Test the kernel that adds position embeddings in Triton's interpreter, against a float64 sum."""
 
 import pytest
 import torch

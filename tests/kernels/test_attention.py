@@ -1,4 +1,4 @@
-"""The attention resolver: its choice, its reasons, its errors; and LocalAttention under torch.compile."""
+"""Test how the attention backend is chosen, the reasons and errors, and LocalAttention under torch.compile."""
 
 import sys
 import types
@@ -18,7 +18,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 @pytest.fixture
 def card(monkeypatch):
-    """Pretends that there is a GPU of this capability on which these backends run."""
+    """Return a function that fakes a GPU with a compute capability and a list of usable backends."""
 
     def pretend(capability: tuple[int, int], *backends: str) -> None:
         monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
@@ -69,9 +69,12 @@ def test_a_backend_asked_for_is_used_or_refused(card):
 
 @pytest.fixture
 def package(monkeypatch):
-    """Stands for an installed FlashAttention: (B, N, H, d) in, and out or, as version 4, with the log-sum-exp; dq is
-    wrong for the head sizes ``wrong``. The list that it gives holds of every call its head size, and whether it was to
-    be deterministic."""
+    """Return a function that installs a fake FlashAttention package.
+
+    The package takes (B, N, H, d) and returns the output, followed by the log-sum-exp if ``with_lse``, as version 4
+    does. Its dq is wrong for the head sizes in ``wrong``. The function returns a list that records the head size and
+    the ``deterministic`` flag of every call.
+    """
 
     def install(name: str, with_lse: bool = False, wrong: tuple[int, ...] = ()) -> list[tuple[int, bool]]:
         calls = []
@@ -94,7 +97,7 @@ def package(monkeypatch):
 
 
 class WrongGradient(torch.autograd.Function):
-    """x, with a gradient that is another tensor's."""
+    """Return x unchanged, with a wrong gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -127,7 +130,7 @@ def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
     monkeypatch.setattr(attention, "compute_capability", lambda device: (8, 0))
     if name == "flash_attn":
         assert resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256) == asked
-    else:  # made for Hopper
+    else:  # only for Hopper or newer
         with pytest.raises(ValueError, match="does not run here"):
             resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256)
     monkeypatch.setattr(attention, "compute_capability", lambda device: (10, 0))
@@ -156,7 +159,7 @@ def test_a_package_is_tried_and_heads_are_filled_up_where_it_is_wrong(package, m
 
 
 class Saving(torch.autograd.Function):
-    """Attention (B, N, H, d) that keeps q, k, v and its output for the backward pass, as FlashAttention does."""
+    """Attention (B, N, H, d) that saves q, k, v and its output for the backward pass, as FlashAttention does."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale):
@@ -184,15 +187,15 @@ class Saving(torch.autograd.Function):
 def test_what_fills_heads_up_is_not_kept(monkeypatch):
     function = lambda q, k, v, softmax_scale, deterministic: Saving.apply(q, k, v, softmax_scale)  # noqa: E731
     monkeypatch.setattr(attention, "flash_attn", lambda: (function, "flash_attn.cute"))
-    x = torch.randn(2, 7, 3, 3, 24, dtype=torch.float64, requires_grad=True)  # qkv, as a block's projection leaves it
+    x = torch.randn(2, 7, 3, 3, 24, dtype=torch.float64, requires_grad=True)  # qkv, laid out as by a block's projection
     q, k, v = x.permute(2, 0, 3, 1, 4).unbind()
     weight = torch.randn(2, 3, 7, 24, dtype=torch.float64)
     got, want = attention.package_attention(q, k, v, 32), expected(q, k, v)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(*(torch.autograd.grad(out, x, weight)[0] for out in (got, want)))
-    head = 2 * 7 * 3 * 8  # bytes of a number of every head
+    head = 2 * 7 * 3 * 8  # bytes of one number for every head
     kept = kept_bytes(lambda: attention.package_attention(q, k, v, 32))
-    assert 0 < kept <= (32 + 24) * head  # the result, filled up, and what of it is kept; not q, k, v once more
+    assert 0 < kept <= (32 + 24) * head  # the padded result and what is saved from it, but no second copy of q, k and v
 
 
 def test_a_package_that_raises_is_not_right(package, monkeypatch):
@@ -216,11 +219,11 @@ def test_auto_takes_the_package_where_it_was_measured_to_be_faster(package, card
     ):
         card(capability, "flash_attn", "cudnn")
         assert resolve_attention("auto", "cuda", BFLOAT16, head_dim, length)[0] == "cudnn"
-    card((9, 0), "cudnn")  # the package is wrong
+    card((9, 0), "cudnn")  # the package gives wrong results
     backend, reason = resolve_attention("auto", "cuda", BFLOAT16, 128, 8192)
     assert backend == "cudnn" and reason.endswith("not flash_attn.cute, which is installed: its results or gradients "
                                                   "are wrong here")  # fmt: skip
-    for other in ("flash_attn", "none"):  # of version 2 there is no measurement
+    for other in ("flash_attn", "none"):  # version 2 was not measured
         package(other)
         card((9, 0), "flash_attn", "cudnn")
         assert resolve_attention("auto", "cuda", BFLOAT16, 128, 8192)[0] == "cudnn"
@@ -250,13 +253,13 @@ def test_never_cudnn_when_compiled(attend):
 
     q, k, v = torch.randn(3, 2, 3, 7, 24)
     torch.compile(attend, backend=keep, fullgraph=True)(q, k, v)
-    before = graphs[0].split("scaled_dot_product_attention(")[0]  # what was allowed comes back after it
+    before = graphs[0].split("scaled_dot_product_attention(")[0]  # the allowed backends are restored after the call
     assert "FLASH_ATTENTION" in before and "CUDNN" not in before
 
 
 def test_one_key_never_goes_to_cudnn_which_refuses_it():
     q, v = torch.randn(2, 3, 2, 1, 16)
-    assert torch.equal(LocalAttention("cudnn")(q, q, v), v)  # the softmax of one number is 1
+    assert torch.equal(LocalAttention("cudnn")(q, q, v), v)  # the softmax over one key is 1
 
 
 def test_cpu_leaves_it_to_torch():
@@ -272,7 +275,7 @@ def expected(q, k, v):
 @pytest.mark.parametrize("backend", ("auto", "flash", "math"))
 def test_result_and_gradients(backend, compiler):
     torch.manual_seed(0)
-    qkv = torch.randn(2, 9, 3, 4, 24, requires_grad=True)  # as a block's projection leaves them: (B, N, 3, H, d)
+    qkv = torch.randn(2, 9, 3, 4, 24, requires_grad=True)  # laid out as by a block's projection: (B, N, 3, H, d)
     attend = LocalAttention(backend)
 
     def block(qkv, attend):

@@ -1,6 +1,6 @@
-"""Averages that are moved apart from the step: the bits of those that the step itself moves, and the definition.
+"""Test averages that are updated apart from the step: they match those of the fused step bit for bit, and float64.
 
-The same tests run twice: here with torch, and by tests/kernels/test_adamw_ema.py in Triton's interpreter.
+The tests run twice: here with torch, and by tests/kernels/test_adamw_ema.py in Triton's interpreter.
 """
 
 import math
@@ -14,14 +14,14 @@ from tests.kernels.test_adamw_ema import BETAS, EPS, LR, SIZES, Case
 
 
 def pair(device="cpu", decays=(0.5, 0.99), **kind) -> tuple[Case, Case, SeparateAverages]:
-    """A step with averages; the same whose averages are apart; and those."""
+    """Return a case whose step updates the averages, an equal case whose step does not, and the separate averages."""
     within, apart = (Case(device, decays=decays, **kind) for _ in range(2))
     apart.step.attach([], apart.step.decays, apart.updates)
     return within, apart, SeparateAverages(apart.masters, apart.averages, block=1024)
 
 
 def check_the_bits_of_one_pass(device="cpu", **kind):
-    """Take four steps, the third with a gradient that is not finite."""
+    """Take four steps, the third with an infinite gradient, and compare all bits with those of the fused step."""
     within, apart, averages = pair(device, **kind)
     for number in range(4):
         gradients = within.gradients()
@@ -45,12 +45,12 @@ def test_the_bits_of_one_pass(odd, decays):
 
 
 def check_staged(device="cpu", pin=False):
-    """Averages and moments that travel in parts, through a ring buffer that is smaller than they are."""
+    """Check averages and moments in host memory that pass in parts through a smaller ring buffer."""
     within, apart, averages = pair(device, odd=False)
     padded = [-(-size // 1024) * 1024 for size in apart.sizes]
 
     def moved(states: list[list[torch.Tensor]]) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-        """The same values as views of rows in host memory, blocks one after the other."""
+        """Copy the tensors to rows in host memory, padded to blocks, and return the rows and the views."""
         rows, views = torch.zeros(len(states), sum(padded)), []
         rows = rows.pin_memory() if pin else rows
         for row, tensors in zip(rows, states, strict=True):
@@ -83,7 +83,6 @@ def check_staged(device="cpu", pin=False):
 
 
 def test_the_same_bits_through_a_ring_buffer():
-    """(Where there are no kernels, nothing is staged.)"""
     check_staged()
 
 

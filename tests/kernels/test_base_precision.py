@@ -1,4 +1,4 @@
-"""Weights in fewer bits: their error against other projects' own, and products with them against float64."""
+"""Test weights stored in 8 or 4 bits: their error against other libraries, and products with them against float64."""
 
 import math
 
@@ -13,12 +13,13 @@ from opendit.training.memory import Setup, stored_weights
 from tests.kernels.test_public_fp8 import given, model_of
 
 KINDS = ("fp8", "int8", "nf4")
-# Of weights N(0, 0.02): e4m3 has steps of 1/8 to 1/16 of a number, int8 of 1/127 of a row's largest, nf4 16 levels.
+# Error for weights from N(0, 0.02): the steps of e4m3 are 1/8 to 1/16 of a number, those of int8 are 1/127 of the row's
+# largest number, and nf4 has 16 levels.
 ERRORS = {"fp8": 0.028, "int8": 0.012, "nf4": 0.1}
 
 
 def layer_of(weight, kind, dtype=torch.float32, rank=None):
-    """Return a projection with the stored weight, beside LoRA with a rank."""
+    """Return a projection with the stored weight, and with LoRA if a rank is given."""
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList([Projection(weight.shape[1], len(weight))])
     model.requires_grad_(False)
@@ -120,8 +121,10 @@ def test_products_are_exact_for_the_stored_numbers(kind, low_rank):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_has_the_outputs_and_gradients_of_its_dense_weights(kind):
-    """Every linear layer of the blocks is stored, none outside; LoRA's gradients are those of a model that has the
-    dense weights, and close to those of the weights before."""
+    """Compare a model that stores its weights with one that has the dequantized weights, and with the original model.
+
+    All linear layers in the blocks are stored, and no others.
+    """
 
     def with_lora():
         model = model_of("flux")

@@ -1,4 +1,4 @@
-"""Stored weights made dense by the kernel, and read in float8, in Triton's interpreter."""
+"""Test the kernels that dequantize stored weights, or multiply by them in float8, in Triton's interpreter."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_the_kernel_has_the_references_bits(kind, shape):
 
 
 def test_fp8_is_dequantised_to_its_exact_values():
-    """All 256 codes but the two of NaN, subnormal ones too, in rows with padding."""
+    """Use all 256 codes except the two NaNs, in rows with padding."""
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128)[:, :127]
     rows, descale = torch.nn.functional.pad(codes, (0, 1)), torch.tensor([2.0**-9])
     for dtype in (torch.float32, torch.bfloat16):
@@ -41,7 +41,7 @@ def test_few_rows_are_multiplied_by_the_weight_in_float8(rows, monkeypatch):
     layer[0].weight = torch.nn.Parameter(torch.empty(layer[0].weight.shape, dtype=torch.float16), requires_grad=False)
     layer[0].store(layer[0].weight.data, weight, lambda x: x)
     if rows <= 64:
-        monkeypatch.setattr(stored, "dense", None)  # the weight is not dequantised
+        monkeypatch.setattr(stored, "dense", None)  # must not be called
     x = normal(rows, 2, 70)[:, :1].half()
     layer.half()
     exact = stored.dense_reference(
@@ -53,17 +53,21 @@ def test_few_rows_are_multiplied_by_the_weight_in_float8(rows, monkeypatch):
 
 
 def test_products_in_float8_read_what_is_stored(monkeypatch):
-    """--fp8 has the same bits with stored weights as with those that it casts; of nf4 it casts what is stored."""
+    """--fp8 gives the same bits with stored weights as with weights that it casts itself.
+
+    For nf4, it casts the dequantized weights.
+    """
     monkeypatch.setitem(cases.VALUES, "flux", cases.VALUES["flux"] | {"num_single_layers": 1})
-    monkeypatch.setattr(stored, "dense", stored.dense_reference)  # which is the kernel bit for bit, and sooner here
-    monkeypatch.setattr(stored.BaseWeight, "product", StoredWeight.product)  # sums of few rows have another order
+    monkeypatch.setattr(stored, "dense", stored.dense_reference)  # the same bits as the kernel, and faster here
+    # products of few rows would add in another order
+    monkeypatch.setattr(stored.BaseWeight, "product", StoredWeight.product)
     for kind in ("fp8", "nf4"):
         model, plain = with_lora("flux"), with_lora("flux")
         stored.store_base(model, kind, torch.float32, torch.device("cpu"))
         fill(model, plain)
         for name, layer in stored.base_layers(model):
             if kind == "fp8" and "adaLN_modulation" not in name:
-                continue  # products in float8 cast it to the same
+                continue  # the cast to float8 gives the same weight
             plain.get_parameter(name).data.copy_(layer.matrix.dense())
         wanted = gradients(cases.in_float8(plain, cases.ACTIVATIONS), cases.ACTIVATIONS)
         output, found = gradients(cases.in_float8(model, cases.ACTIVATIONS), cases.ACTIVATIONS)

@@ -1,4 +1,4 @@
-"""A card's limits follow from its compute capability, have the same words everywhere, and are documented."""
+"""Test the limits by compute capability: what is available on a GPU, the messages, and the documented table."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU that torch knows of, on which its own attention kernels would run."""
+    """Pretend that there is a GPU on which torch's own attention kernels run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attention, "usable", lambda backend, *shape: backend != "flash_attn")
 
@@ -29,7 +29,7 @@ def test_a_feature_begins_and_ends_with_a_capability():
         assert missing("float8") == "FP8 needs compute capability 9.0 (Hopper) or newer, this GPU has 8.9"
         with pretended((10, 0)):
             assert missing("float8") is None and "9.0 (Hopper) only, this GPU has 10.0" in missing("short_attention")
-        assert missing("float8") is not None  # again as before
+        assert missing("float8") is not None  # restored
     for feature in FEATURES.values():
         assert feature.oldest >= (8, 0) and (feature.newest is None or feature.newest >= feature.oldest)
 
@@ -40,7 +40,7 @@ def test_a_feature_begins_and_ends_with_a_capability():
     ((9, 0), True, True, "cudnn"), ((10, 0), True, True, "cudnn"),
 ])  # fmt: skip
 def test_what_a_run_takes_on_a_card(gpu, capability, kernels, float8, first):
-    """With every speed-up asked for: what the card can't do is left out, and the notes say what and why."""
+    """With all speed flags on, unsupported features are left out and the notes say why."""
     flags = SpeedFlags(True, True, True, fp8=True)
     shown = ".".join(map(str, capability))
     with pretended(capability):

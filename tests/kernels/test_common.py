@@ -1,4 +1,4 @@
-"""Test the parts that need no kernel: widths, launch shapes, availability; none of them imports triton."""
+"""Test what needs no kernel: the split of widths, launch shapes and availability, without importing triton."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def test_every_width_is_covered_by_powers_of_two():
         main, tail = split_width(width)
         assert all(block & (block - 1) == 0 for block in (main, tail))
         assert width <= main + tail < 2 * width
-        assert tail == 0 or main < width  # the main block is whole, only the last block is masked
+        assert tail == 0 or main < width  # only the last block is masked
 
 
 def test_launch_shrinks_for_few_rows_and_short_samples():
@@ -50,7 +50,7 @@ def test_says_why_kernels_are_not_available(monkeypatch):
 
 
 def test_imports_without_triton():
-    """The references work and kernels_available answers where triton can't be imported."""
+    """Without triton, the references work and kernels_available reports the reason."""
     program = """
 import sys
 sys.modules["triton"] = None  # makes `import triton` fail

@@ -1,4 +1,4 @@
-"""Every kernel compiles for a GPU, whether there is one or not (tests/kernels/compiled.py)."""
+"""Compile every kernel for a GPU, which also works on a machine without one (tests/kernels/compiled.py)."""
 
 import json
 import os
@@ -10,8 +10,8 @@ import pytest
 
 from opendit.kernels.common import SHARED_MEMORY, TRITON, interpreting
 
-# Bytes of a thread, where it is more than a few addresses: the optimizer's kernel reaches 96 % of copy all the same
-# (docs/kernels.md).
+# Stack bytes per thread, for kernels that use more than a few addresses. The optimizer's kernel still reaches 96 % of
+# the speed of a copy (docs/kernels.md).
 MOST_STACK = {"_update_kernel": 256}
 KERNELS = Path(__file__).parents[2] / "opendit" / "kernels"
 
@@ -26,7 +26,7 @@ def compiled(*argv: str) -> list[dict]:
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 @pytest.mark.skipif(interpreting(), reason="the interpreter compiles nothing")
 def test_what_cards_before_hopper_get_compiles_and_fits_their_shared_memory():
-    """Ada has the least shared memory: 99 KiB."""
+    """The limit is the shared memory of Ada, 99 KiB, because it has the least."""
     found = compiled("80")
     assert len({entry.get("kernel") for entry in found}) >= 20
     assert not [entry for entry in found if "error" in entry or entry["shared"] > SHARED_MEMORY[8, 9]]

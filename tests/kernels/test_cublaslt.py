@@ -1,4 +1,7 @@
-"""Products by cuBLASLt's proposals: which is taken, and what is torch's; on a GPU, tests/gpu/test_cublaslt_gpu.py."""
+"""Test which of cuBLASLt's proposals is used, and when torch's product is used.
+
+Tests on a GPU are in tests/gpu/test_cublaslt_gpu.py.
+"""
 
 import pytest
 import torch
@@ -12,9 +15,9 @@ from opendit.kernels.cublaslt import FastestProducts, ProductShape, fastest
     ("times", "equal", "taken"),
     [
         ([10, 9, 8], [True, True], 1),
-        ([10, 9, 8], [True, False], 0),  # the faster one rounds otherwise
+        ([10, 9, 8], [True, False], 0),  # the fastest rounds differently
         ([10, 9, 8], [False, False], None),
-        ([10, 9.9, 12], [True, True], None),  # not by enough
+        ([10, 9.9, 12], [True, True], None),  # not enough faster
         ([10], [], None),
         ([10, 4, 4], [True, True], 0),
     ],

@@ -1,4 +1,4 @@
-"""Moments in 8 bits against torchao's: bits of codes, scales and values, steps, and what a checkpoint keeps.
+"""Test 8-bit moments against torchao: codes, scales, decoded values and steps; and their checkpoints.
 
 tests/kernels/test_adamw_ema.py runs the same tests again in Triton's interpreter.
 """
@@ -12,11 +12,12 @@ from opendit.kernels.adamw_ema import FusedStep
 from opendit.kernels.eight_bit_moments import UNIT, DecodedMoments, EightBits, by_size, levels, new_moment, set_values
 
 LR, DECAY, BETAS, EPS = 1e-2, 0.1, (0.9, 0.99), 1e-8
-SIZES = (5000, 7, 4096, 20224, 1024, 0, 4100)  # those below 4096 are kept in fp32
+SIZES = (5000, 7, 4096, 20224, 1024, 0, 4100)  # sizes below 4096 stay in fp32
 
 
 def wide(numel: int, signed: bool) -> Tensor:
-    """Values of many magnitudes, with units of zeros, of very small numbers, and whose largest one is negative."""
+    """Return values of many magnitudes, with blocks of zeros and of tiny values, and a block whose largest value is
+    negative."""
     torch.manual_seed(numel)
     values = torch.randn(numel) * 10 ** torch.randn(numel)
     values[:256] = 0
@@ -53,13 +54,13 @@ def test_a_checkpoints_values_become_the_same_bits(signed, numel):
     scales = moment.scales.repeat_interleave(UNIT)[:numel]
     interval = 0.9 / (64 if signed else 128)  # of the highest decade
     assert ((moment.saved() - values).abs() <= 1.01 * interval * scales).all()
-    if signed:  # the values that steps compute with would not do: the scale of a negative one is lost
+    if signed:  # decoded values would lose the scale of a block whose largest value is negative
         assert not torch.equal(moment_of(moment.decode(), signed).scales, moment.scales)
 
 
 @pytest.mark.parametrize("numel", (12, 2 * eight_bit_moments.LEAST))
 def test_values_may_be_no_dense_tensor(numel):
-    """Use tensors that are not contiguous, as in a checkpoint that is read for another number of ranks."""
+    """Use tensors that are not contiguous, as when a checkpoint is read for another number of ranks."""
     values = torch.randn(numel // 2, 2).square().t()
     moments = [new_moment(torch.empty(2, numel // 2), False) for _ in range(2)]
     for moment, given in zip(moments, (values, values.contiguous()), strict=True):
@@ -127,7 +128,7 @@ def gradients(step: int) -> list[Tensor]:
 
 
 def test_steps_are_torchaos(monkeypatch):
-    """Its own step of one tensor, not compiled; and torch's AdamW for what it keeps in fp32."""
+    """Compare with torchao's uncompiled step. Sizes that are no multiple of its block are skipped."""
     theirs = pytest.importorskip("torchao.optim.adam")
     monkeypatch.setattr(eight_bit_moments, "ELEMENTS", 9000)
     torch.manual_seed(9)
@@ -157,7 +158,7 @@ def test_steps_are_torchaos(monkeypatch):
         if state[0] is None:
             assert not torch.equal(master, weight)
             continue
-        # The order of operations differs, so a code may be the next one, and its weight takes another step.
+        # The order of operations differs, so a code may be off by one, which changes the weight's step.
         off = (master - weight).abs() > 1e-6 + 1e-5 * weight.abs()
         assert off.sum() <= 2e-3 * max(SIZES[i], 1)
         for ours, own in zip(moments[i], state, strict=True):
@@ -182,6 +183,6 @@ def test_a_step_that_is_not_finite_changes_nothing():
     fused.update(lr=LR)
     assert all(torch.equal(a, b) for a, b in zip(masters, before[0], strict=True))
     kept = [m for m, _ in moments if isinstance(m, EightBits)]
-    assert any(m.codes.eq(0).any() for m in kept)  # whose decoded values are not what they encode
+    assert any(m.codes.eq(0).any() for m in kept)  # the decoded value of code 0 would be encoded differently
     for moment, (codes, scales) in zip(kept, before[1], strict=True):
         assert torch.equal(moment.codes, codes) and torch.equal(moment.scales, scales)

@@ -1,4 +1,4 @@
-"""exchange_heads in Triton's interpreter: the ranks' memory is this process's."""
+"""Test exchange_heads in Triton's interpreter, with the memory of all ranks in this process."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from opendit.kernels.exchange_heads import (
     send_rows_reference,
 )
 
-# Ranks, samples, tokens of a rank, q k v or one, all heads, head size, all tokens: also with padding, or a rank of
-# nothing else.
+# Ranks, samples, tokens per rank, tensors (3 for q, k, v), heads, head size, all tokens. Some cases have padding, or a
+# rank with padding only.
 CASES = [
     (4, 1, 5, 3, 8, 8, 20),
     (3, 2, 5, 3, 6, 8, 13),
@@ -44,7 +44,7 @@ def test_it_is_the_reference(case, push, tokens_first, dtype):
             heads = heads_like(rows[0], number, length, tokens_first)
             want_rows, want_heads = [r.clone() for r in rows], tuple(part.clone() for part in heads)
             addresses, offset = torch.tensor([r.data_ptr() for r in rows]) - 32, 32
-            for own in (True, False):  # the own share first, then, again with it, all
+            for own in (True, False):  # first only the rank's own share, then everything
                 exchange_heads(heads, addresses, tuple(rows[0].shape), rank, first, push, own, offset)
                 peers = [want_rows[p] if p == rank or not own else want_rows[p].clone() for p in range(ranks)]
                 if own and not push:

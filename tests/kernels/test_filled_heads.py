@@ -1,4 +1,4 @@
-"""Heads cut and filled up with zeros, in Triton's interpreter."""
+"""Test the kernel that pads heads with zeros or cuts them, in Triton's interpreter."""
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ def expected(x: torch.Tensor, size: int) -> torch.Tensor:
 def test_numbers_stay_and_the_rest_is_zero(dtype, heads, d, size):
     torch.manual_seed(0)
     qkv = torch.randn(2, 11, 3, heads, d).to(dtype)
-    for x in qkv.unbind(2):  # as a projection leaves them, by sample and token
+    for x in qkv.unbind(2):  # laid out as by a projection: by sample and token
         assert torch.equal(resize_heads(x, size), expected(x, size))
-    for x in qkv[0].unbind(1):  # as a pack's
+    for x in qkv[0].unbind(1):  # laid out as in a pack
         assert torch.equal(resize_heads(x, size), expected(x, size))
     strange = torch.randn(2, d, heads, 6).to(dtype).transpose(1, 3)
     found = resize_heads(strange, size)

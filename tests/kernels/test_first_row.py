@@ -1,4 +1,4 @@
-"""The search for a sample's first row, which the sums of packs begin with, in Triton's interpreter."""
+"""Test the search for a sample's first row, used by sums over packs, in Triton's interpreter."""
 
 import pytest
 import torch

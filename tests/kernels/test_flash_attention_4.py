@@ -1,4 +1,4 @@
-"""FlashAttention 4 with wider heads in its backward pass alone, with a stand-in for the package."""
+"""Test FlashAttention 4 with padded heads only in the backward pass, using a stand-in for the package."""
 
 import sys
 import types
@@ -14,7 +14,7 @@ D, WIDE = 24, 32
 
 
 def formula(q, k, v, scale, offsets=None):
-    """(B, N, H, d), or (N, H, d) with offsets: attention and the logarithm of the sums of exponentials."""
+    """Return attention and its log-sum-exp, for (B, N, H, d), or for (N, H, d) with offsets."""
     if offsets is not None:
         parts = [x.split(offsets.diff().tolist()) for x in (q, k, v)]
         found = [formula(*(x[None] for x in part), scale) for part in zip(*parts, strict=True)]
@@ -25,7 +25,10 @@ def formula(q, k, v, scale, offsets=None):
 
 @pytest.fixture
 def package(monkeypatch):
-    """The widths of heads that the forward and the backward pass were given, and whether gradients repeat."""
+    """Install a fake package and yield a list of its calls.
+
+    Each entry has the pass and the head sizes; for the backward pass, also the ``deterministic`` flag.
+    """
     given = []
 
     def forward(q, k, v, *, softmax_scale, return_lse=False, cu_seqlens_q=None, cu_seqlens_k=None, deterministic=False,
@@ -60,7 +63,7 @@ def package(monkeypatch):
 
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_dense(package, deterministic):
-    x = torch.randn(2, 7, 3, 3, D, dtype=torch.float64, requires_grad=True)  # qkv, as a block's projection leaves it
+    x = torch.randn(2, 7, 3, 3, D, dtype=torch.float64, requires_grad=True)  # qkv, laid out as by a block's projection
     weight = torch.randn(2, 3, 7, D, dtype=torch.float64)
     want = formula(*x.unbind(2), D**-0.5)[0].transpose(1, 2)
     torch.use_deterministic_algorithms(deterministic)
@@ -89,7 +92,7 @@ def test_what_is_kept_has_no_zeros(package):
     x = torch.randn(2, 7, 3, 3, D, dtype=torch.float64, requires_grad=True)
     q, k, v = x.unbind(2)
     kept = kept_bytes(lambda: flash_attention_4.attend(q, k, v, WIDE))
-    assert 0 < kept <= 8 * (2 * 7 * 3 * D + 2 * 7 * 3)  # the result and the sums; q, k and v are there already
+    assert 0 < kept <= 8 * (2 * 7 * 3 * D + 2 * 7 * 3)  # the output and the log-sum-exp; q, k and v exist anyway
 
 
 def test_without_its_backward_pass_heads_are_filled_up_in_both(package, monkeypatch):

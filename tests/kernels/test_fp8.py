@@ -1,10 +1,9 @@
-"""FP8: casts, scales and the block's linear layers against float64 and the formats' own bounds.
+"""Test FP8 casts, scales and the block's linear layers against float64 and the rounding error of the formats.
 
-Here in Triton's interpreter; tests/gpu/test_fp8_gpu.py runs the same on a GPU.
-
-A number rounded to e4m3 is off by up to 2^-4 of itself (e5m2: 2^-3), evenly: 2^-4 / sqrt(3) = 0.036 (0.072) in the
-root mean square at most. A product of two e4m3 matrices is off by sqrt(2) * 0.036 = 0.051, one of e5m2 and e4m3 by
-0.081, relative to its norm.
+These tests run in Triton's interpreter; tests/gpu/test_fp8_gpu.py runs the same on a GPU. Rounding to e4m3 changes a
+number by up to 2^-4 of its value (e5m2: 2^-3). For a uniform error, the RMS is at most 2^-4 / sqrt(3) = 0.036 (e5m2:
+0.072). So the relative error of a product is sqrt(2) * 0.036 = 0.051 for two e4m3 matrices, and 0.081 for e5m2 and
+e4m3.
 """
 
 import math
@@ -32,9 +31,9 @@ from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
 DEVICE = "cpu"
-ACTIVATIONS = torch.float32  # on a GPU bf16: _scaled_mm adds no bias in fp32
+ACTIVATIONS = torch.float32  # bf16 on a GPU, because _scaled_mm adds no bias in fp32
 CONFIG = DiTConfig((4, 4), 2, 2, 64, 2, 2, num_classes=3)
-FORMATS = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}  # half a step: relative, and among the subnormals
+FORMATS = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}  # half a step: relative, and for subnormals
 PRODUCT = {E4M3: 0.06, E5M2: 0.09}
 
 
@@ -43,7 +42,7 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def assert_rounded(got: fp8.Float8, want: torch.Tensor, slack: float = 1e-5) -> None:
-    """Every element within half a step of the format; ``slack`` is for the arithmetic before the rounding."""
+    """Assert that every element is within half a step of the format. ``slack`` allows for errors before rounding."""
     relative, absolute = FORMATS[got.data.dtype]
     error = (got.data.double() * got.descale.double() - want.double()).abs()
     bound = want.double().abs() * (relative + slack) + absolute * got.descale.double() + slack * want.abs().max()
@@ -105,7 +104,7 @@ def test_gelu(rows, width):
     assert_rounded(bias_gelu_float8(x, bias), want.detach())
     dx, dbias = bias_gelu_backward_float8(dy, x, bias, sums=True)
     assert_rounded(dx, x64.grad)
-    torch.testing.assert_close(dbias.double(), bias64.grad, rtol=1e-4, atol=1e-11)  # sums of what was not rounded yet
+    torch.testing.assert_close(dbias.double(), bias64.grad, rtol=1e-4, atol=1e-11)  # sums of values before rounding
 
 
 @pytest.mark.parametrize("layout", ("heads first", "tokens first", "packed"))
@@ -122,7 +121,7 @@ def test_gathered_heads(layout):
     torch.testing.assert_close(dbias, want.sum((0, 1)), rtol=1e-5, atol=1e-10)
 
 
-@pytest.mark.parametrize("largest", (1.0, 30.0))  # one channel of each row far above the rest: LN(x) near its bound
+@pytest.mark.parametrize("largest", (1.0, 30.0))  # one channel far above the rest, so that LN(x) is near its bound
 def test_layernorm_modulate_never_exceeds_the_range(largest):
     x, modulation = normal(2, 19, 200), normal(2, 1200, seed=1)
     x[..., 7] *= 100 * largest
@@ -142,7 +141,7 @@ def test_rows_have_a_scale_each(width, source):
     got, want = rows_in_float8(x), rows_in_float8_reference(x)
     assert got.by_row and got.descale.shape == (21, 1) and torch.equal(got.descale, want.descale)
     assert torch.equal(got.data.float(), want.data.float())
-    for rows in (slice(2, 3), slice(0, 2)):  # whatever else there is
+    for rows in (slice(2, 3), slice(0, 2)):  # independent of the other rows
         alone = rows_in_float8(x[rows], chunk=4)
         assert torch.equal(alone.data.float(), got.data[rows].float())
         assert torch.equal(alone.descale.view(-1, 7), got.descale.view(3, 7)[rows])
@@ -168,11 +167,11 @@ def test_gelu_of_rows(rows, width):
     x, bias = normal(rows, width, scale=3), normal(width, seed=1)
     want = bias_gelu_reference(x.double(), bias.double())
     for got, row in zip(by_row(rows_in_float8(x, bias)), want, strict=True):
-        assert_rounded(got, row, slack=1e-5 if DEVICE == "cpu" else 5e-4)  # the hardware's tanh
+        assert_rounded(got, row, slack=1e-5 if DEVICE == "cpu" else 5e-4)  # the hardware's tanh is less accurate
 
 
 def test_layernorm_modulate_with_a_scale_for_every_sample():
-    """The samples' modulations differ by orders of magnitude; the bound is LayerNorm's."""
+    """The modulation differs between samples by orders of magnitude. The scale comes from LayerNorm's bound."""
     x, modulation, branch, bias = normal(3, 19, 200), normal(3, 600, seed=1), normal(3, 19, 200, seed=3), normal(200)
     x[..., 7] *= 3000
     shift, scale, gate = (modulation * torch.tensor([[0.01], [1.0], [100.0]], device=DEVICE)).chunk(3, dim=1)
@@ -192,7 +191,7 @@ def test_layernorm_modulate_with_a_scale_for_every_sample():
 
 
 def run_ops(ops, dtype, linears, tensors, seeds):
-    """All operations of a block but attention: results and gradients of every input and weight, by name."""
+    """Return results and gradients by name, for all operations of a block except attention."""
     leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in tensors.items()}
     qkv, proj, fc1, fc2 = linears = [Projection(*w.t().shape).to(DEVICE, dtype) for w in linears]
     for i, (linear, weight) in enumerate(zip(linears, seeds, strict=True)):
@@ -221,10 +220,10 @@ def test_linear_layers_against_float64():
     got = run_ops(chosen({FLOAT8}), ACTIVATIONS, weights, tensors, weights)
     for name, reference in want.items():
         error = ((got[name].double() - reference).norm() / reference.norm()).item()
-        # q, k, v and h are one product away from exact numbers, out is two; gradients have passed up to four.
+        # q, k, v and h involve one product, out involves two, and gradients up to four.
         bound = PRODUCT[E4M3] * (1 if name in "qkvh" else 2) if name[0] != "d" else 1.5 * PRODUCT[E5M2]
         assert error < bound, (name, error)
-        assert error > 1e-2 or "weight" not in name, (name, error)  # it was in FP8
+        assert error > 1e-2 or "weight" not in name, (name, error)  # FP8 was used
 
 
 def test_gradients_that_are_not_finite_stay_so():
@@ -239,7 +238,7 @@ def test_gradients_that_are_not_finite_stay_so():
 
 
 def test_models_keep_what_is_not_a_linear_layer_of_a_block():
-    torch.manual_seed(0)  # of 125 seeds the worst gradient is off by 0.04 to 0.09, of one in some hundreds by 0.15
+    torch.manual_seed(0)  # most seeds have a worst gradient error of 0.04 to 0.09; one in some hundreds has 0.15
     model = randomised(DiT(CONFIG))
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -258,7 +257,8 @@ def test_models_keep_what_is_not_a_linear_layer_of_a_block():
     model.grad_checkpoint = True
     again, grads_again = gradients(model)
     assert torch.equal(again, got)
-    for name, grad in grads.items():  # whole blocks are not joined with the next: sums are rounded at other places
+    # recomputed blocks are not fused with the next, so sums are rounded at other places
+    for name, grad in grads.items():
         assert (grads_again[name] - grad).norm() < 1e-6 * grad.norm(), name
     with torch.no_grad():
         assert torch.equal(model(*inputs()), got)
@@ -274,7 +274,7 @@ SAMPLED = {
 
 @pytest.mark.parametrize("config", SAMPLED.values(), ids=SAMPLED)
 def test_sampling_has_a_scale_a_row(config, monkeypatch):
-    """A sample does not depend on the others in its batch; attention's output is cast, or multiplied as it is."""
+    """A sample does not depend on the others in its batch, whether attention's output is cast or not."""
     torch.manual_seed(0)
     model = randomised(build_model(config)).place(DEVICE, ACTIVATIONS)
     given = [x.to(DEVICE) for x in inputs(config)]
@@ -336,7 +336,7 @@ def test_widths_that_do_not_fit_are_named():
 
 
 def curves(mesh, plugin: str) -> list[list[float]]:
-    """Losses of a few steps, without and with FP8."""
+    """Return the losses of a few steps, without and with FP8."""
     from opendit.parallel.engines import build_engine
 
     found = []

@@ -1,5 +1,7 @@
-"""FP8 under --plugin fsdp: weights gathered in float8, or in bf16 and cast by the blocks. In Triton's interpreter, on
-gloo ranks."""
+"""Test FP8 under --plugin fsdp, with weights gathered in float8, or gathered in bf16 and cast by the blocks.
+
+The tests run in Triton's interpreter, on gloo ranks.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,7 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.fsdp import Float8Shards, Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
-from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
+from tests.kernels import conftest  # (ranks must round as hardware does, too)
 from tests.kernels.test_kernels_in_models import with_vectors
 from tests.parallel.test_sequence import fresh, strategy
 from tests.ranks import run_ranks
@@ -54,25 +56,25 @@ def test_gradients_are_as_near_as_those_of_zero2():
     for name, gradient in exact.items():
         size, error = gradient.norm(), (zero2[name] - gradient).norm()
         assert torch.equal(freed[name], kept[name]), name
-        # (Shard units cut the stack, so that what is quantised at a block's border was rounded once more.)
+        # Shard units cut the stack, so values quantised between blocks are rounded once more.
         assert (freed[name] - gradient).norm() < 1.25 * error + 0.01 * size, name
     matrices = [name for name in exact if name.startswith("blocks") and exact[name].dim() == 2]
-    assert all((freed[n] - exact[n]).norm() > 1e-3 * exact[n].norm() for n in matrices)  # it is FP8 at work
+    assert all((freed[n] - exact[n]).norm() > 1e-3 * exact[n].norm() for n in matrices)  # FP8 was used
 
 
-# --------------------------------------------------------------------------------- float8 is gathered, or bf16 is cast
+# --------------------------------------------------------------------------- gathering float8 or casting gathered bf16
 
 FREED, KEPT = Sharding(keep_gathered=False), Sharding()
 SMALL = replace(CONFIG, input_size=(4, 4), depth=1, num_heads=2)
 CLIPS = STDiTConfig((2, 2, 4), (1, 2, 2), 2, 64, 1, 2, text=TextConfig("t5", 24, 7, True))
-MATRICES = {  # (rows, columns) of what is read in float8
+MATRICES = {  # (rows, columns) of the weights in float8
     SMALL: [(192, 64), (64, 64), (256, 64), (64, 256)],
     CLIPS: [(192, 64), (64, 64)] * 2 + [(64, 64), (256, 64), (64, 256)],
 }
 
 
 class Gathers(TorchDispatchMode):
-    """Counts the bytes that this rank sends to be gathered."""
+    """Count the bytes that this rank sends in all-gathers."""
 
     sent = 0
 
@@ -95,8 +97,10 @@ def inputs(config: DiTConfig, seed: int) -> tuple:
 def trained(
     mesh: Mesh, config: DiTConfig, sharding: Sharding, steps: int, accumulation: int, checkpointed: bool
 ) -> tuple:
-    """Outputs, the last one after all masters were doubled; gradients; masters after the steps; bytes gathered by the
-    last step; how many weights are in float8."""
+    """Train for some steps, and return outputs, gradients, masters, gathered bytes and the number of float8 weights.
+
+    The last output is computed after all masters were doubled. The bytes are those of the last step.
+    """
     model = with_vectors(fresh(config))
     sequence = strategy(mesh, "fastseq", config) if mesh.sp_size > 1 else None
     apply_parallel(model, ops=chosen({FLOAT8}), sequence=sequence, grad_checkpoint=checkpointed)
@@ -158,7 +162,7 @@ def test_gathering_float8_changes_no_bit(mesh):
                 assert len(mine) == len(other) and all(map(torch.equal, mine, other)), case
             assert not torch.equal(ours[0][-1], ours[0][0])
             assert (ours[4], theirs[4]) == (len(MATRICES[config]), 0)
-            # A byte less a weight, once a micro-batch, and again for its backward pass where weights are freed.
+            # One byte less per weight and micro-batch, and again in the backward pass if weights were freed.
             shards = ranks // copies
             rows = sum(-(-length // shards) * width for length, width in MATRICES[config]) if shards > 1 else 0
             assert theirs[3] - ours[3] == rows * accumulation * (1 if how.keep_gathered else 2), case
@@ -171,7 +175,7 @@ class Layers(nn.Module):
 
 
 def gathered_alone(mesh: Mesh, replicate: int) -> list[tuple]:
-    """(name, whether it is in float8, what it should be) of every gathered parameter, now and after a change."""
+    """Return (name, whether in float8, whether correct) for every gathered parameter, before and after changes."""
     mesh = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=replicate))
     torch.manual_seed(0)
     layers, found = Layers(), []

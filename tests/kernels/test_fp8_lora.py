@@ -1,5 +1,7 @@
-"""LoRA beside products in FP8: the frozen ones in float8, the thin ones in the activations' dtype. Here in Triton's
-interpreter; tests/gpu/test_lora_gpu.py runs the same on a GPU."""
+"""Test LoRA with FP8: products with frozen weights use float8, and LoRA's use the activations' dtype.
+
+The tests run in Triton's interpreter; tests/gpu/test_lora_gpu.py runs the same on a GPU.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ LORA = Lora(3, 6.0, "")
 
 
 def with_lora(family: str, lora: Lora = LORA):
-    """Return a public model with LoRA, by default in all layers of attention and MLP, which has an influence."""
+    """Return a public model with nonzero LoRA, by default in all layers of attention and MLP."""
     model = cases.model_of(family)
     add_lora(model, lora, (), seed=0)
     generator = torch.Generator().manual_seed(5)
@@ -48,7 +50,8 @@ def test_output_and_gradients_are_those_of_rounded_factors_beside_exact_thin_one
     model = with_lora(family)
     layers = {name: model.get_submodule(name) for name in targets(model, LORA) if not name.endswith("cross_attn.kv")}
     in_fp8 = cases.linears(model)
-    # Forward, and the gradients of the inputs that have one: none is of a frozen weight.
+    # Products of the forward pass and for the input gradients, except for inputs without a gradient. Frozen weights
+    # have none.
     first = len(model.config.spec.blocks[0].streams) or 1
     assert len(weights) == len(in_fp8) + len(layers) - first
     for name, layer in in_fp8.items():
@@ -58,7 +61,7 @@ def test_output_and_gradients_are_those_of_rounded_factors_beside_exact_thin_one
             if name not in layers:
                 return y
             low_rank = layer.low_rank
-            # Only these inputs are there in float8 alone.
+            # These inputs exist only in float8.
             alone = name.endswith(("attn.qkv", "fc1", *["fc2"] * (model.config.spec.block.mlp == "gelu")))
             known = x + (cases.rounded(x, E4M3, fp8.SAMPLED) - x).detach() if alone else x
             return y + low_rank.scale * F.linear(F.linear(known, low_rank.a), low_rank.b)
@@ -71,7 +74,8 @@ def test_output_and_gradients_are_those_of_rounded_factors_beside_exact_thin_one
 
 
 def test_lora_beside_the_blocks_is_near_fp32():
-    """The final layer's norm is computed for its linear layer, in the activations' dtype."""
+    """The final layer's norm is computed in the activations' dtype, because LoRA's products in its linear layer need
+    it."""
     lora = replace(LORA, targets=("text_refiner.**", "media_refiner.**", "final_layer.linear"))
     got, found = gradients(cases.in_float8(with_lora("z_image", lora), cases.ACTIVATIONS), cases.ACTIVATIONS)
     want, wanted = gradients(with_lora("z_image", lora), torch.float32)
@@ -96,7 +100,7 @@ def test_recomputed_blocks_do_not_repeat_their_last_products(how, monkeypatch):
             assert all(torch.equal(gradient, recomputed[name]) for name, gradient in kept.items())
     finally:
         torch.use_deterministic_algorithms(False)
-    # The MLPs' last layers, and in blocks with one stream also the attention's.
+    # Two products are saved per stream: the last layer of the MLP, and in some blocks of attention.
     blocks = [len(block.spec.streams) or 2 for block in model.blocks]
     layers = len(targets(model, LORA))
     assert len(outputs) - every == layers - sum(blocks)

@@ -1,6 +1,6 @@
-"""FP8 with sequence parallelism: every strategy is as near the gradients in fp32 as one process in FP8 is.
+"""Test FP8 with sequence parallelism: errors against fp32 are as small as those of one process in FP8.
 
-In Triton's interpreter, on gloo ranks; tests/gpu/test_sequence_gpu.py has the same on GPUs.
+The tests run in Triton's interpreter, on gloo ranks; tests/gpu/test_sequence_gpu.py has the same on GPUs.
 """
 
 import pytest
@@ -12,23 +12,24 @@ from opendit.models.variants import STDiTConfig
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import products, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
+from tests.kernels import conftest  # (ranks must round as hardware does, too)
 from tests.kernels.test_kernels_in_models import with_vectors
 from tests.parallel.test_sequence import fresh, run, strategy, summed
 from tests.ranks import run_ranks
 
-CONFIG = DiTConfig((6, 10), 2, 2, 64, 1, 4, num_classes=5)  # 15 tokens; of 4 heads a rank of 4 has one: 48 rows of qkv
-CLIPS = STDiTConfig((2, 2, 6), (1, 2, 2), 3, 64, 1, 4, num_classes=5)  # 2 frames of 3 places
+# 15 tokens; with 4 ranks, each has one head and 48 rows of qkv
+CONFIG = DiTConfig((6, 10), 2, 2, 64, 1, 4, num_classes=5)
+CLIPS = STDiTConfig((2, 2, 6), (1, 2, 2), 3, 64, 1, 4, num_classes=5)  # 2 frames of 3 tokens
 TYPES = {
     2: ["fastseq", "fastseq, kept", "ulysses", "ring", "direct ulysses", "direct fastseq", "direct fastseq, kept"],
     4: ["fastseq", "usp", "direct ulysses", "direct fastseq, early"],
 }
-SIZES = {2: (6, 10), 4: (2, 10)}  # 5 tokens on 4 ranks are 2, 2, 1, 0
+SIZES = {2: (6, 10), 4: (2, 10)}  # 5 tokens are divided among 4 ranks as 2, 2, 1, 0
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def distances(found: Result, exact: Result) -> dict[str, float]:
-    """Relative errors of the output, of all gradients together and of each one."""
+    """Return relative errors of the output, of all gradients together, and of each gradient."""
     (output, grads), (exact_output, exact_grads) = found, exact
     errors = {"output": ((output - exact_output).norm() / exact_output.norm()).item()}
     errors |= {name: ((grads[name] - grad).norm() / grad.norm()).item() for name, grad in exact_grads.items()}
@@ -43,7 +44,7 @@ def model_in_float8(config: DiTConfig = CONFIG) -> DiT:
 
 
 def of_every_type(mesh: Mesh) -> list[dict[str, float]]:
-    """Distances from one process in fp32: of one process in FP8, then of every type."""
+    """Return errors against fp32 in one process: first for FP8 in one process, then for every type."""
     ranks = mesh.world_size
     mesh, index, size = init_mesh(sequence_parallel=ranks), torch.arange(2), SIZES[ranks]
     exact = run(with_vectors(fresh(CONFIG)), index, size)
@@ -58,7 +59,7 @@ def of_every_type(mesh: Mesh) -> list[dict[str, float]]:
 
 
 def of_a_grid(mesh: Mesh) -> list[dict[str, float]]:
-    """The same of an ST-DiT's: one process, and its tokens by frames and by places."""
+    """Return the same for an ST-DiT: in one process, and divided by frames and by places."""
     index, size = torch.arange(2), CLIPS.input_size
     exact = run(with_vectors(fresh(CLIPS)), index, size)
     model, shape = model_in_float8(CLIPS), Shape(CLIPS.tokens, 64, 4, types=CLIPS.sequence_types, axial=True)

@@ -1,5 +1,7 @@
-"""Weights quantised on their shards: what a cast of the whole weight makes of it, bit for bit. In Triton's interpreter;
-tests/gpu/test_fp8_gpu.py runs the same on a GPU."""
+"""Test that weights quantised shard by shard have the same bits as a cast of the whole weight.
+
+The tests run in Triton's interpreter; tests/gpu/test_fp8_gpu.py runs the same on a GPU.
+"""
 
 import math
 
@@ -19,7 +21,7 @@ HALF = (torch.bfloat16, torch.float16)
 def weights(scale: float = 1.0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator) * scale * 4.0**i for i, shape in enumerate(SHAPES)]
-    drawn[4][-3, 5] = 1e5 * scale  # in the last rows alone
+    drawn[4][-3, 5] = 1e5 * scale  # only in the last rows
     drawn[5].zero_()
     return [weight.to(DEVICE) for weight in drawn]
 
@@ -29,7 +31,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def by_shards(whole: list[Tensor], ranks: int, rounded: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Every weight in float8 as ranks make it together that have rows of it; descales."""
+    """Quantise every weight from the shards of all ranks, and return the joined weights and the descales."""
     shards = [list(zip(*(_chunks(weight, ranks) for weight in whole), strict=True))[rank] for rank in range(ranks)]
     made = [[torch.zeros(s.shape, dtype=torch.uint8, device=DEVICE) for s in own] for own in shards]
     quantizers = [ShardQuantizer(own, out, rounded) for own, out in zip(shards, made, strict=True)]
@@ -58,13 +60,13 @@ def test_shards_are_those_of_the_whole_weight(ranks, rounded):
 
 
 def test_it_is_the_reference():
-    whole = weights(scale=1e-2)[:-1]  # (the reference has no factor of zeros)
+    whole = weights(scale=1e-2)[:-1]  # the reference can't scale zeros
     for rounded in HALF:
         made, descales = by_shards(whole, 2, rounded)
         want, theirs = quantize_reference(whole, amax_reference(whole, rounded), rounded)
         assert all(map(same, made, want)) and torch.equal(descales, theirs)
         largest = [data.float().abs().max() for data in made]
-        assert all(2**7 <= value < 2**8 or value == 2**8 for value in largest)  # rounded up at most
+        assert all(2**7 <= value < 2**8 or value == 2**8 for value in largest)  # can be rounded up to 2^8
 
 
 @pytest.mark.parametrize("value", (math.inf, math.nan))
@@ -91,7 +93,7 @@ def test_shards_that_are_empty_on_this_rank_get_the_others_scale():
     assert quantizer.descales.tolist() == [2.0**-7, 2.0**-1]
 
 
-# ------------------------------------------------------------------------------------ a weight that is there in float8
+# --------------------------------------------------------------------------------------------------- weights in float8
 
 
 def in_float8(weight: Tensor) -> Float8Weight:
@@ -130,7 +132,7 @@ def test_whoever_reads_it_otherwise_is_told():
 
 
 def test_rows_have_the_scale_of_the_whole():
-    whole = weights()[4].bfloat16()  # its largest number is in the last rows
+    whole = weights()[4].bfloat16()  # the largest number is in the last rows
     cast = fp8.cast(whole, E4M3, exact=True)
 
     def rows(weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""opendit.fused, and the change of docs/api.md: a plain DiT computes the same with five lines changed."""
+"""Test opendit.fused: with the five-line change of docs/api.md, a plain DiT computes the same."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""Runs the files of interpreted.py where Triton interprets kernels on the CPU. To see the cases one by one:
-``TRITON_INTERPRET=1 python -m pytest tests/kernels``."""
+"""Run the files listed in interpreted.py with Triton's interpreter on the CPU.
+
+To see single tests: ``TRITON_INTERPRET=1 python -m pytest tests/kernels``.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""join_heads and pack_heads in Triton's interpreter, against float64; and FLUX.1's double blocks with join_heads."""
+"""Test join_heads and pack_heads in Triton's interpreter against float64, and FLUX.1 with join_heads."""
 
 from dataclasses import replace
 
@@ -81,8 +81,7 @@ def test_heads_that_can_not_be_packed():
 
 
 def test_a_model_with_it():
-    """Captions before media, and weights of their own for each: exchanged, the output would be another one. Blocks in
-    one residual stream are joined where the streams end."""
+    """Captions come before media, and each has its own weights, so a wrong order would change the output."""
     torch.manual_seed(0)
     config = public_config("flux", FLUX, (4, 6), 5)
     model = randomised(PublicDiT(config)).eval()
@@ -103,7 +102,7 @@ def test_a_model_with_it():
 
 
 def test_under_compile():
-    """torch.compile traces the rotation of each stream and a concatenation instead."""
+    """Under torch.compile, torch's rotation and concatenation are traced instead of the kernel."""
     join = next(kernel.function for kernel in operations.KERNELS if kernel.operation == "join_heads")
     norms = [RMSNorm(8, 1e-6) for _ in range(4)]
     for norm in norms:

@@ -1,4 +1,4 @@
-"""Whole models with the kernels in Triton's interpreter: what a model with torch's expressions computes."""
+"""Test models with the kernels in Triton's interpreter against models with torch's operations."""
 
 import functools
 
@@ -28,7 +28,7 @@ def with_kernels(model: DiT, flags: SpeedFlags = ALL) -> DiT:
 
 
 def with_vectors(model: DiT) -> DiT:
-    """Biases that are zero, and norms' weights that are one, would hide that one was left out."""
+    """Set biases and norm weights to random values, because zeros and ones would hide a missing one."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.normal_(std=0.5)
@@ -75,7 +75,7 @@ def test_flags_choose_the_operations():
 
 @pytest.mark.parametrize("config", (CONFIG, MOVIEGEN(num_classes=3, positions="rope")), ids=("DiT", "MovieGen"))
 def test_a_cut_stack_is_the_uncut_one(config):
-    """Every block's residual made at its end, and joined with the norm of the next."""
+    """Compare blocks that add their residual at the end with blocks that fuse it with the next norm."""
     model = with_kernels(with_vectors(randomised(build_model(config))))
     want, want_grads = gradients(model)
     for block in model.blocks:
@@ -133,7 +133,7 @@ def test_other_blocks_with_kernels(config, flags):
 
 @pytest.mark.parametrize("family", ("flux", "z_image", "wan"))
 def test_public_models_with_kernels(family):
-    """In one stack of blocks; and cut, so that each block adds its last branch by itself."""
+    """Test with fused blocks, and with blocks cut so that each adds its own last branch."""
     model = network(family).requires_grad_()
     torch.manual_seed(0)
     x, y = torch.randn(1, 4, *SIZES[family])[..., :2, :2], captions(family, VALUES[family], [5], torch.float32)
@@ -190,5 +190,5 @@ def engine_curve(mesh, config: DiTConfig, plugin: str, precision: str, kernels: 
 )
 def test_plugins_reach_the_weights_that_kernels_took_over(config, plugin, precision):
     (want,), (got,) = (run_ranks(1, engine_curve, config, plugin, precision, kernels) for kernels in (False, True))
-    assert want[-1] < 0.8 * want[0]  # it learns, so every gradient counts
+    assert want[-1] < 0.8 * want[0]  # it learns, so the gradients matter
     assert got == pytest.approx(want, rel=1e-4 if precision == "fp32" else 2e-2)

@@ -1,4 +1,4 @@
-"""The linear layer with a weight gradient of its own: what torch computes."""
+"""Test the linear layer with its custom weight gradient against torch."""
 
 import pytest
 import torch

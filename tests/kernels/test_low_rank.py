@@ -1,4 +1,4 @@
-"""LoRA's products in Triton's interpreter, and in a layer."""
+"""Test LoRA's products in Triton's interpreter, alone and in a layer."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.kernels.cases import BOUNDS, poisoned_memory
 
 @pytest.mark.parametrize(
     ("rows", "width", "rank", "programs"),
-    # Rows and columns that fill no tile; ranks that are no power of 2; columns of one program, and of several.
+    # Cases: partial tiles, ranks that are not powers of 2, one or several programs.
     [(1, 64, 1, 264), (300, 200, 3, 1), (300, 200, 16, 4), (257, 72, 20, 264), (512, 128, 64, 2), (40, 1152, 16, 5)],
 )
 def test_gradients_are_those_of_fp64(rows, width, rank, programs, monkeypatch):
@@ -52,13 +52,13 @@ def test_a_layer_with_lora_has_the_gradients_of_its_formula(bias, monkeypatch):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "rank", "scale"),
-    # Sizes that fill no tile, several rows of tiles per program, a rank below the smallest product, a scale.
+    # Cases: partial tiles, several rows of tiles per program, a small rank, a scale.
     [(130, 72, 264, 8, 0.5), (300, 136, 520, 16, 2.0), (1153, 64, 256, 24, 1.0), (128, 200, 1032, 64, 3.0)],
 )
 def test_product_and_thin_term_are_those_of_fp64(rows, depth, columns, rank, scale, turned, monkeypatch):
     monkeypatch.setattr(lora, "MULTIPROCESSORS", 3)
     monkeypatch.setattr(lora, "SMALLEST_OUTPUT", 0)
-    monkeypatch.setattr(lora, "low_rank_product_reference", None)  # so that only the kernel can be called
+    monkeypatch.setattr(lora, "low_rank_product_reference", None)  # only the kernel can be called
     torch.manual_seed(0)
     shapes = (rows, depth), (columns, depth), (rows, rank), (columns, rank), (columns,)
     x, weight, thin, factor, bias = (torch.randn(shape).add(0.1).half() for shape in shapes)

@@ -1,4 +1,4 @@
-"""The fused operations in Triton's interpreter: forward and every gradient against float64, over odd shapes."""
+"""Test the fused operations in Triton's interpreter against float64, with odd shapes and all gradients."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tests.kernels.cases import (
 
 operators = pytest.mark.parametrize("op", OPERATORS.values(), ids=OPERATORS)
 modulated = pytest.mark.parametrize("op", MODULATED.values(), ids=MODULATED)
-# RMSNorm's are LayerNorm's kernels with a constant changed; what does not depend on it is tested with one of them.
+# RMSNorm uses LayerNorm's kernels with another constant. Tests that do not depend on it use one of the two.
 DISTINCT = [
     op
     for op in OPERATORS.values()
@@ -38,8 +38,8 @@ def every_kernel(launch: Launch):
     return forced_launch(**dict.fromkeys(KERNELS, launch))
 
 
-# One row a tile, as on the GPU at D >= 1024, would take the interpreter minutes for 257 rows. With two tiles of 128
-# rows a program, 255 and 256 rows are one program a sample (no second stage) and 257 are two, the last of one row.
+# With one row per tile, as on the GPU for D >= 1024, the interpreter would take minutes for 257 rows. With two tiles of
+# 128 rows per program, 255 and 256 rows need one program per sample (no second stage), and 257 rows need two.
 TALL = Launch(rows=128, tiles=2, warps=1)
 TWINS = (
     "residual_layernorm_modulate", "modulate", "gate_residual", "gate_residual_layernorm_modulate",
@@ -51,7 +51,7 @@ CASES = pairwise((1, 2, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dty
 
 @pytest.mark.parametrize(
     ("op", "batch", "length", "width", "dtype"),
-    # a third of them for those whose kernels are another's
+    # Twins share another operation's kernels, so a third of the cases is enough for them.
     [(op, *case) for op in OPERATORS.values() for case in CASES[:: 3 if op.name in TWINS else 1]],
     ids=lambda value: str(getattr(value, "name", value)).removeprefix("torch."),
 )
@@ -92,11 +92,12 @@ def test_packed_equals_batched(op):
         batched = run(op, op.function, leaves, None, weights)
         rows = run(op, op.function, packed, torch.arange(24) // 12, [w.view(24, 72) for w in weights])
     for name, value in batched.items():
-        if name == "dbias":  # a sum over all slots, of which the packed form has others
+        if name == "dbias":  # a sum over all slots, which the packed form divides differently
             torch.testing.assert_close(value, rows[name])
         else:
             assert torch.equal(value.flatten(), rows[name].flatten()), name
-    if op.name in ("layernorm_modulate", "gate_residual"):  # samples (B, N, D) whose tokens' vectors are (B, N)
+    # samples (B, N, D) with a sample index for each token (B, N)
+    if op.name in ("layernorm_modulate", "gate_residual"):
         with every_kernel(Launch(rows=2, tiles=4, warps=1)):
             found = run(op, op.function, leaves, torch.arange(24).view(2, 12) // 12, weights)
         assert all(torch.equal(value.flatten(), rows[name].flatten()) for name, value in found.items())
@@ -104,7 +105,7 @@ def test_packed_equals_batched(op):
 
 @operators
 def test_bf16_modulation_of_fp32_activations(op):
-    """Autocast gives these types: a linear layer makes the modulation, and the residual stream stays in fp32."""
+    """With autocast, a linear layer computes the modulation in bf16, and the residual stream stays in fp32."""
     check(op, *make_inputs(op, 2, 7, 72, FLOAT32, modulation_dtype=BFLOAT16))
 
 
@@ -113,7 +114,7 @@ def test_gradients_that_are_not_contiguous(op):
     leaves, _ = make_inputs(op, 2, 3, 64, FLOAT32)
     outputs = op.function(*arguments_of(op, leaves))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    sum(o.sum() for o in outputs).backward()  # an expanded one
+    sum(o.sum() for o in outputs).backward()  # the gradient is an expanded tensor
     exact = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
     want = op.reference(*arguments_of(op, exact))
     sum(o.sum() for o in (want if isinstance(want, tuple) else (want,))).backward()
@@ -121,7 +122,7 @@ def test_gradients_that_are_not_contiguous(op):
         torch.testing.assert_close(leaf.grad, exact[name].grad, rtol=1e-4, atol=1e-4)
 
 
-# Activations that the backward pass reads beside the gradients, if nothing but activations needs gradients.
+# The number of activations that the backward pass reads besides the gradients, if only activations need gradients.
 KEPT_BESIDE_FROZEN = {
     "modulate": 0, "gate_residual": 0, "gate_residual_with_bias": 0, "gate_rmsnorm_residual": 2,
     "gate_rmsnorm_residual_rmsnorm_modulate": 2,
@@ -141,7 +142,7 @@ def test_frozen_modulation_biases_and_weights_cost_nothing(op, packed, monkeypat
         for name in frozen:
             leaves[name].requires_grad_(False)
         extra = {} if sample_of_row is None else {"sample_of_row": sample_of_row}
-        monkeypatch.setattr(common, "_finish", None)  # the kernel that adds up sums
+        monkeypatch.setattr(common, "_finish", None)  # the kernel that adds up partial sums
         saved = {}
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t}) or t, lambda t: t):
             outputs = op.function(*arguments_of(op, leaves), **extra)
@@ -188,7 +189,7 @@ def test_under_compile(op, backend):
     leaves, _ = make_inputs(op, 2, 5, 64, FLOAT32)
     weights = output_gradients(op, leaves)
 
-    def between(*args):  # something for the compiler on both sides, as in a block
+    def between(*args):  # with operations for the compiler on both sides, as in a block
         outputs = op.function(*(a * 1.5 for a in args))
         return tuple(o * 0.5 for o in (outputs if isinstance(outputs, tuple) else (outputs,)))
 
@@ -228,7 +229,7 @@ def test_registered_as_torch_wants_it(op):
     }.get(op.name, (op.name, ()))
     overload = getattr(torch.ops.opendit, name).default
     arguments = zip(op.arguments, arguments_of(op, leaves), strict=True)
-    folded = () if name == "gate_rmsnorm_residual" else ("weight",)  # into the scale
+    folded = () if name == "gate_rmsnorm_residual" else ("weight",)  # folded into the scale
     torch.library.opcheck(overload, (*(a for argument, a in arguments if argument not in folded), *extra))
 
 

@@ -1,4 +1,4 @@
-"""Models on packs with the kernels in Triton's interpreter: modulation by segment, forward and every gradient."""
+"""Test packed models with the kernels in Triton's interpreter: the output and all gradients."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ CAPTIONS = VDiTConfig((2, 4, 4), (2, 2, 2), 2, 72, 1, 3, text=TextConfig("t5", 8
 MIXED = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3, norm="rms", mlp="swiglu", qk_norm=True, positions="rope")
 MOVIEGEN = MovieGenConfig((4, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, kv_heads=1)
 FLOAT8 = DiTConfig((4, 4), 2, 2, 64, 2, 2, num_classes=3)
-# Captions among the tokens, with pooled vectors as wide as these.
+# Captions among the tokens. Their pooled vectors have the captions' width.
 OF_FLUX = FLUX | dict(
     num_layers=1, num_single_layers=1, attention_head_dim=36, axes_dims_rope=(8, 12, 16), pooled_projection_dim=14
 )
@@ -81,7 +81,7 @@ def test_recomputed(level, flags):
 
 
 def test_float8_has_the_error_that_it_has_without_packs():
-    """The reference is one micro-batch of the same samples, which has the same scales."""
+    """The reference is a micro-batch of the same samples, which has the same scales."""
     model, given = case(FLOAT8)
     sizes = [(4, 4)] * 4
     given = samples(FLOAT8, sizes, torch.float32)
@@ -93,7 +93,7 @@ def test_float8_has_the_error_that_it_has_without_packs():
     packed = given.packed(model)
     found = given.gradients(model, packed)
     assert_same(packed, batch, 1e-4)
-    assert_same(found, without, 2e-2)  # sums over the samples of two orders
+    assert_same(found, without, 2e-2)  # sums over the samples in different orders
     assert_same(packed, exact, 0.1)
     assert_same(found, gradients, 0.25)
 

@@ -1,5 +1,7 @@
-"""The kernel of opendit.diffusion.random, in Triton's interpreter: the bits of its torch operations. Their known
-answers are in tests/diffusion/test_random.py."""
+"""Test the Philox kernel in Triton's interpreter: it gives the bits of opendit.diffusion.random's torch operations.
+
+Known answers are tested in tests/diffusion/test_random.py.
+"""
 
 import pytest
 import torch

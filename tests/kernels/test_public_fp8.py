@@ -1,7 +1,7 @@
-"""FP8 in the blocks of public models: against fp32, and against torch's expressions with every factor rounded.
+"""Test FP8 in the blocks of public models, against fp32 and against torch's operations with rounded factors.
 
-Here in Triton's interpreter; tests/gpu/test_public_fp8_gpu.py runs the same on a GPU, at larger sizes. How far a
-product is off by the formats alone: test_fp8.py.
+These tests run in Triton's interpreter; tests/gpu/test_public_fp8_gpu.py runs the same on a GPU, at larger sizes.
+test_fp8.py explains the error of a single product.
 """
 
 import math
@@ -26,7 +26,7 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.fsdp import Sharding, float8_weights
 from opendit.parallel.rules import fits
 from opendit.sampling.sampling_engine import SamplingEngine
-from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
+from tests.kernels import conftest  # (ranks must round as hardware does, too)
 from tests.models.families.oracles import (
     COSMOS2,
     FLUX,
@@ -43,9 +43,9 @@ from tests.models.families.oracles import (
 from tests.ranks import run_ranks
 
 DEVICE = "cpu"
-STEPS = 2  # of sampling
-ACTIVATIONS = torch.float32  # on a GPU bf16: _scaled_mm adds no bias in fp32
-# Latents whose tokens, with those of captions, are odd in number; Z-Image fills both.
+STEPS = 2  # for sampling
+ACTIVATIONS = torch.float32  # bf16 on a GPU, because _scaled_mm adds no bias in fp32
+# Sizes of latents that give an odd number of tokens, including captions. Z-Image pads both.
 SIZES = {
     "flux": (4, 8), "z_image": (6, 10), "wan": (3, 2, 6), "qwen_image": (6, 10), "flux2": (3, 5), "ltx": (3, 2, 3),
     "sd3": (6, 10), "cosmos2": (6, 10),
@@ -64,7 +64,7 @@ every_family = pytest.mark.parametrize("family", VALUES)
 
 
 def model_of(family: str) -> PublicDiT:
-    """Return a model in which every part has an influence, whose norms' weights are not one and biases not zero."""
+    """Return a model with random values added to all parameters, so that a missing part changes the results."""
     torch.manual_seed(0)
     model = PublicDiT(public_config(family, VALUES[family], SIZES[family]))
     with torch.no_grad():
@@ -106,7 +106,7 @@ def in_float8(model: PublicDiT, dtype: torch.dtype, inference: bool = False) -> 
 
 
 def linears(model: PublicDiT) -> dict[str, Projection]:
-    """Return the linear layers that take the tokens of blocks and refiners, but for the captions' keys and values."""
+    """Return the linear layers applied to tokens in blocks and refiners, except the captions' keys and values."""
     layers = {name: module for name, module in model.named_modules() if name.startswith(("blocks", "media_", "text_r"))}
     left_out = ("modulation", "cross_attn.kv")
     return {
@@ -117,7 +117,7 @@ def linears(model: PublicDiT) -> dict[str, Projection]:
 
 
 class RoundedLinear(torch.autograd.Function):
-    """x W^T + b, dy W and dy^T x of factors that are rounded to float8 and multiplied in fp32."""
+    """x W^T + b, with gradients dy W and dy^T x. Factors are rounded to float8 and multiplied in fp32."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -149,13 +149,13 @@ def test_output_and_gradients_are_those_of_rounded_factors(family, monkeypatch):
         monkeypatch.setattr(layer, "forward", lambda x, layer=layer: layer.product(x, layer.bias))
     want, want_gradients = gradients(model, torch.float32)
     assert error(got, want) < 1e-3
-    # Where a number lies between two of float8, the order of a sum may decide for which.
+    # If a value is almost halfway between two float8 numbers, the order of a sum may decide how it is rounded.
     read = {name: gradient for name, gradient in want_gradients.items() if is_read(family, name)}
     assert not {name: e for name, gradient in read.items() if (e := error(found[name], gradient)) > 1e-2}
 
 
 def check_gradients(family: str, output_bound: float, gradient_bound: float, checkpointed: bool = True) -> None:
-    """Compare output and gradients with those in fp32; and whole blocks recomputed with those that are not."""
+    """Compare the output and gradients with fp32, without and with recomputed blocks."""
     model = model_of(family)
     want, want_gradients = gradients(model, torch.float32)
     got, found = gradients(in_float8(model, ACTIVATIONS), ACTIVATIONS)
@@ -164,7 +164,7 @@ def check_gradients(family: str, output_bound: float, gradient_bound: float, che
     errors = {name: error(found[name], gradient) for name, gradient in want_gradients.items()}
     assert all(gradient.any() for gradient in want_gradients.values())
     assert not {name: value for name, value in errors.items() if value > gradient_bound}
-    for name in linears(model):  # it was in FP8
+    for name in linears(model):  # FP8 was used
         assert errors.get(f"{name}.weight", 1) > 1e-2, name
     if not checkpointed:
         return
@@ -176,7 +176,7 @@ def check_gradients(family: str, output_bound: float, gradient_bound: float, che
 
 @every_family
 def test_output_and_gradients_are_near_fp32(family):
-    bound = 0.25 if family == "cosmos2" else 0.17  # Z-Image's pass two blocks more than a DiT's
+    bound = 0.25 if family == "cosmos2" else 0.17  # Z-Image's gradients pass two more blocks than a DiT's
     check_gradients(family, 0.06, bound, checkpointed=family == "flux")
 
 
@@ -212,7 +212,7 @@ def test_a_parallel_block_computes_its_norm_once(monkeypatch):
     monkeypatch.setattr(adaln, "layernorm_modulate_float8", lambda *a, **k: (counted.append(1), real(*a, **k))[1])
     with torch.no_grad():
         model(*given("flux", ACTIVATIONS))
-    # Each stream of the double block, and the first single block: all others are made with the sum before them.
+    # once for each stream of the double block and for the first single block; the other norms are fused with a sum
     assert len(counted) == 3
 
 
@@ -233,7 +233,7 @@ def test_sampling_is_near_and_keeps_its_weights(family, monkeypatch, bound: floa
         assert model.blocks[0].ops == chosen({FLOAT8, INFERENCE})
         monkeypatch.setattr(fp8, "amax", lambda *a, **how: how["exact"] and real_amax(*a, **how))
         errors = []
-        for cast_from in (1 << 20, 0):  # as few rows are multiplied, and as many
+        for cast_from in (1 << 20, 0):  # the two ways for few and for many rows
             monkeypatch.setattr(fp8_inference, "CAST_FROM", cast_from)
             got = model(x, t, y)
             errors.append(error(got.float(), want.float()))
@@ -249,10 +249,10 @@ real_amax = fp8.amax
 
 
 def curves(mesh, family: str, plugin: str, steps: int, lr: float, sizes=SIZES, values=VALUES) -> list[list[float]]:
-    """Losses of training steps, without and with FP8."""
+    """Return the losses of training steps, without and with FP8."""
     from opendit.parallel.engines import build_engine
 
-    globals().update(DEVICE=mesh.device.type, SIZES=sizes, VALUES=values)  # of this process
+    globals().update(DEVICE=mesh.device.type, SIZES=sizes, VALUES=values)  # set in the rank's process
     found = []
     for ops in (None, chosen({FLOAT8})):
         engine = build_engine(model_of(family).use(ops=ops), mesh, plugin=plugin, precision="bf16", lr=lr)
@@ -266,7 +266,8 @@ def curves(mesh, family: str, plugin: str, steps: int, lr: float, sizes=SIZES, v
     return found
 
 
-@pytest.mark.parametrize(("family", "plugin"), [("flux", "zero2"), ("wan", "ddp")])  # ddp: torch's norms give fp32
+# for ddp, torch's norms return fp32
+@pytest.mark.parametrize(("family", "plugin"), [("flux", "zero2"), ("wan", "ddp")])
 def test_training_follows_the_curve_of_bf16(family, plugin, steps: int = 2):
     ((want, got),) = run_ranks(1, curves, family, plugin, steps, 1e-3)
     assert want[-1] < 0.95 * want[0]
@@ -300,7 +301,7 @@ def test_fp8_is_taken_where_widths_fit(family):
 
 
 def sharded(mesh, family: str) -> list[list[Any]]:
-    """Losses under fsdp with weights gathered in float8 and cast after gathering, and how many are in float8."""
+    """Return the losses under fsdp and the number of float8 weights, with gathering in float8 and in bf16."""
     from opendit.parallel.engines import build_engine
 
     found = []

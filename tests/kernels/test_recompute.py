@@ -1,4 +1,4 @@
-"""Recomputing in the backward pass gives the same gradients with less memory, for any operations."""
+"""Test that recomputation in the backward pass gives the same gradients with less memory, for any operations."""
 
 import gc
 import weakref
@@ -27,7 +27,7 @@ SPEEDS = {"torch": SpeedFlags(), "kernels": SpeedFlags(True, True, True), "modul
 def model_of(config: DiTConfig, speed: SpeedFlags, level: str) -> DiT:
     torch.manual_seed(0)
     model = randomised(DiT(config))
-    for parameter in model.parameters():  # biases that are zero would hide that one was left out
+    for parameter in model.parameters():  # zeros would hide a missing bias
         if parameter.dim() == 1:
             parameter.data.normal_(std=0.5)
     kernels = select_kernels(speed, torch.device("cpu"), torch.float32, 24, config.tokens)
@@ -48,7 +48,7 @@ def inputs(config: DiTConfig, number: int = 0, batch: int = 2):
 
 
 def gradients(model: DiT, passes: int = 1, retain: int = 1, autocast: bool = False) -> dict[str, torch.Tensor]:
-    """Summed over ``passes`` micro-batches and ``retain`` backward passes through each."""
+    """Return gradients summed over ``passes`` micro-batches, with ``retain`` backward passes through each."""
     model.zero_grad()
     for number in range(passes):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -81,7 +81,7 @@ def test_gradients_are_the_same_bits(config, speed, how):
 
 @pytest.mark.parametrize(("speed", "autocast"), (("torch", False), ("torch", True), ("kernels", False)))
 def test_a_block_keeps_so_many_tensors(speed, autocast):
-    """Measured by torch's own account of memory: the difference that a second block makes."""
+    """Compare the saved bytes of one block and two, which gives the saved tensors of a block."""
     config = DiTConfig((16, 16), 2, 2, 72, 2, 3, num_classes=3)
     x, c = torch.randn(2, config.tokens, 72, requires_grad=True), torch.randn(2, 72, requires_grad=True)
     if autocast:
@@ -101,12 +101,13 @@ def test_a_block_keeps_so_many_tensors(speed, autocast):
         kept[level] = (kept_bytes(lambda: run(2)) - kept_bytes(lambda: run(1))) / unit
     cast = 18 * 72 * 72 * 2 / unit if autocast else 0  # autocast keeps bf16 copies of a block's weights
     for level, tensors in zip(LEVELS, (18 if speed == "kernels" else 20, 16, 12, 8, 8), strict=True):
-        # (half: the second block is as with mlp.) Small at a usual width: statistics of rows and heads, modulation.
+        # The second block with "half" behaves as with "mlp". The slack is for statistics and modulation, small at usual
+        # widths.
         assert tensors <= kept[level] - cast < tensors + 0.6, (level, kept)
 
 
 def test_autocasts_copy_of_an_fp32_activation_is_not_kept():
-    """torch's LayerNorm gives fp32 under autocast on a GPU, and with an fp32 input anywhere."""
+    """Under autocast, torch's LayerNorm returns fp32 on a GPU, and for an fp32 input everywhere."""
     thrifty, layer = recomputing(TORCH_OPS, "cheap"), Projection(72, 216)
     x, shift = torch.randn(2, 256, 72, requires_grad=True), torch.randn(2, 72, requires_grad=True)
 
@@ -130,7 +131,7 @@ def test_fc1s_product_is_made_once():
 
 
 def test_memory_is_released():
-    """After the backward pass nothing recomputed is left, and after the graph's end nothing that could recompute it."""
+    """The backward pass frees recomputed tensors, and the end of the graph frees what could recompute them."""
     seen = []
     model = model_of(LABELS, SpeedFlags(), "mlp")
     made = recompute.Recomputed.__init__

@@ -1,4 +1,4 @@
-"""The registry of operations: every line can be chosen, says what is true of it, and nobody looks past a projection."""
+"""Test the registry of operations: every entry can be chosen and declares its properties correctly."""
 
 import dataclasses
 import inspect
@@ -55,7 +55,7 @@ def test_a_projection_is_a_linear_layer_in_two_parts():
 
 
 def test_a_product_of_more_than_a_weight_is_used_by_whatever_takes_it_apart():
-    """Tensor parallelism does this: it sums the parts of a product before it adds the bias once."""
+    """Tensor parallelism relies on this: it sums partial products before it adds the bias."""
 
     class Doubled(Projection):
         def product(self, x: Tensor, bias: Tensor | None = None, multiply=F.linear) -> Tensor:

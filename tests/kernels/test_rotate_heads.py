@@ -1,4 +1,4 @@
-"""rotate_heads in Triton's interpreter, against float64; and models with it against those without."""
+"""Test rotate_heads in Triton's interpreter against float64, and models with and without it."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def test_norms_of_heads_of_an_odd_size():
 
 @pytest.mark.parametrize("across", (False, True))
 def test_epsilon_counts(across):
-    """Values so small that it is most of the norm."""
+    """With values this small, epsilon dominates the norm."""
     q, k, *weights = (x * 1e-3 for x in rotate_heads_inputs(1, 3, (2, 2), 8, FLOAT32, "across" if across else "head"))
     for eps in (1e-6, 1e-5):
         got = rotate_heads(q, k, *weights, eps=eps, across=across)
@@ -177,7 +177,7 @@ def test_wrong_inputs_are_refused():
 
 
 def test_norms_of_some_of_the_channels_are_torchs():
-    """Ranks that divide heads add up their squares, which no kernel does."""
+    """Tensor-parallel ranks sum the squares over all heads, which no kernel does."""
     torch.manual_seed(0)
     x, norm = torch.randn(1, 2, 3, 4), RMSNorm(12)
     norm.sum_of_ranks = lambda squares: 2 * squares
@@ -204,7 +204,7 @@ def randomise(model):
 
 
 def public(family: str):
-    """A network of a family, of widths that the other kernels take, too."""
+    """Return a model of the family with widths that the other kernels support, and its inputs."""
     values, shape, width = {
         "flux": (FLUX | {"num_attention_heads": 6}, (4, 4, 6), "joint_attention_dim"),
         "z_image": (Z_IMAGE | {"dim": 72, "n_heads": 6, "n_kv_heads": 6}, (4, 4, 6), "cap_feat_dim"),
@@ -239,7 +239,7 @@ MODELS = {
     "wan": lambda: public("wan"),
     "ltx": lambda: public("ltx"),
     "sd3": lambda: public("sd3"),
-    "cosmos2": lambda: public("cosmos2"),  # which normalises and turns apart
+    "cosmos2": lambda: public("cosmos2"),  # its norm and rotation are separate calls
     "dit": lambda: dit(qk_norm=True, positions="rope"),
     "dit without norms": lambda: dit(positions="rope"),
     "dit without rotations": lambda: dit(qk_norm=True),
@@ -248,7 +248,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_with_it_are_those_without(name):
-    """Torch's operations and this one alone, and all kernels."""
+    """Test with this kernel alone and with all kernels."""
     model, given = MODELS[name]()
     want = outputs_and_gradients(model, given)
     kernel = next(k for k in operations.KERNELS if k.operation == "normalise_rotate")
@@ -266,6 +266,6 @@ def test_models_with_it_are_those_without(name):
         assert got.keys() == want.keys()
         for key, value in want.items():
             torch.testing.assert_close(got[key], value, rtol=1e-3, atol=2e-5, msg=lambda m, n=key: f"{n}: {m}")
-    only_normalised = name in ("dit without rotations", "sd3", "cosmos2")  # in some calls at least
+    only_normalised = name in ("dit without rotations", "sd3", "cosmos2")  # in some calls
     assert calls and any(call[4] is None for call in calls) == only_normalised
     assert any(call[5] for call in calls) == (name == "wan")

@@ -1,6 +1,7 @@
-"""The kernels at both ends of a sampling step: from the sampler's x to tokens, and from tokens to the next x.
+"""Test the kernels at both ends of a sampling step: from x to tokens, and from tokens to the next x.
 
-Here in Triton's interpreter; tests/gpu/test_sampling_gpu.py runs the same on a GPU."""
+These tests run in Triton's interpreter; tests/gpu/test_sampling_gpu.py runs the same on a GPU.
+"""
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # (interpreted products know no bf16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # (the interpreter can't multiply bf16)
 def test_patches_are_embedded(shape, dtype):
     C, sides, patch, D = shape
     x, weight = normal(3, C, *sides), normal(D, C, *patch, seed=1).to(dtype)
@@ -80,7 +81,7 @@ def test_the_reference_is_the_networks(config):
     assert torch.equal(unpatchify_reference(tokens, 8, tuple(config.patch), config.input_size), want)
 
 
-CASES = {  # tensors that are there, that are made; guided channels, 0: no guidance; noise; learned variance
+CASES = {  # old and new tensors; guided channels (None: all, 0: no guidance); noise; learned variance
     "deterministic": (1, 1, None, False, False),
     "without guidance": (1, 1, 0, True, False),
     "three channels": (1, 1, 3, False, False),
@@ -122,7 +123,7 @@ def test_the_update(case, shape, dtype):
     for got in (apart, ours):
         for part, exactly in zip(got, want, strict=True):
             assert (part - exactly).abs().max() < 1e-6 * exactly.abs().max()
-    # In place, and without the other samples.
+    # Update a single sample, in place.
     one = slice(1, 2)
     alone = {k: v[one] if k in ("guidance", "variance", "noise_rows") else v for k, v in options.items()}
     rows = [1, B + 1][:halves]

@@ -1,4 +1,4 @@
-"""The choice of kernels and its reasons, where there is no GPU."""
+"""Test which kernels are chosen without a GPU, and the reasons in the notes."""
 
 import torch
 
@@ -21,7 +21,7 @@ def test_what_was_asked_for_and_is_not_there_is_said(monkeypatch):
     choice = select_kernels(SpeedFlags(True, True, True), CPU, torch.bfloat16, 32, 16)
     assert choice.ops == BlockOps()
     assert "apex is not installed" in choice.ops_note and "no modulate kernel" in choice.ops_note
-    assert "need" in choice.ops_note  # kernels_available's own words on what is missing
+    assert "need" in choice.ops_note  # from kernels_available's message
     assert choice.attend.backend == "auto" and "cpu" in choice.attention_note
 
 

@@ -1,4 +1,7 @@
-"""Attention of short sequences against float64, in Triton's interpreter; tests/gpu/test_sampling_gpu.py on a GPU."""
+"""Test the attention kernel for short sequences in Triton's interpreter, against float64.
+
+tests/gpu/test_sampling_gpu.py runs the same on a GPU.
+"""
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ DEVICE, BOUND = "cpu", 3e-3
 
 
 def made(batch: int, heads: int, tokens: int, size: int, packed: bool, dtype=torch.float16) -> list[torch.Tensor]:
-    """q, k, v (B, H, N, d): views of one tensor, or tensors of their own that lie in another order."""
+    """Return q, k and v (B, H, N, d), either views of one packed tensor, or separate tensors in another memory order."""
     generator = torch.Generator().manual_seed(0)
     if packed:
         qkv = torch.randn(batch, tokens, 3, heads, size, generator=generator).to(DEVICE, dtype)
@@ -34,7 +37,7 @@ def made(batch: int, heads: int, tokens: int, size: int, packed: bool, dtype=tor
 )  # fmt: skip
 def test_it_is_attention(size, tokens, packed):
     q, k, v = made(2, 3, tokens, size, packed)
-    q, k = 3 * q, k + 0.5  # scores that are not all alike
+    q, k = 3 * q, k + 0.5  # scores that differ clearly
     assert takes(q, k)
     got, want = short_attention(q, k, v), short_attention_reference(q.double(), k.double(), v.double())
     assert got.shape == want.shape and got.dtype == q.dtype and got.transpose(1, 2).is_contiguous()
@@ -63,7 +66,7 @@ def test_heads_are_covered():
 def test_tiles_for_few_heads_and_for_many_give_the_same_bits():
     q, k, v = made(2, 3, 200, 72, True)
     few, many = short_attention(q, k, v, FEW), short_attention(q, k, v, MANY)
-    if DEVICE == "cpu":  # the interpreter's products are BLAS's, whose order of sums may follow the number of rows
+    if DEVICE == "cpu":  # BLAS may add in an order that depends on the number of rows
         torch.testing.assert_close(few, many, rtol=2**-9, atol=2**-13)
     else:
         assert torch.equal(few, many)

@@ -1,4 +1,4 @@
-"""split_heads in Triton's interpreter: views out, gradients of qkv and of its bias in one pass."""
+"""Test split_heads in Triton's interpreter: it returns views, and one pass gives the gradients of qkv and its bias."""
 
 import pytest
 import torch

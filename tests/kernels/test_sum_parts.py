@@ -1,4 +1,4 @@
-"""sum_parts in Triton's interpreter."""
+"""Test sum_parts in Triton's interpreter against float64."""
 
 import pytest
 import torch

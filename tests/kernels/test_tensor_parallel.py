@@ -1,13 +1,13 @@
-"""The fused kernels on a rank's tokens and its part of every layer, against torch and one process.
+"""Test the fused kernels with tensor parallelism against torch in one process.
 
-In Triton's interpreter, on gloo ranks; tests/gpu/test_tensor_gpu.py has the same on GPUs.
+The tests run in Triton's interpreter, on gloo ranks; tests/gpu/test_tensor_gpu.py has the same on GPUs.
 """
 
 from dataclasses import replace
 
 from opendit.kernels.operations import MODULATE, NORM, SPLIT, chosen
 from opendit.parallel.mesh import Mesh, init_mesh
-from tests.kernels import conftest  # noqa: F401  (ranks have its interpreter, too)
+from tests.kernels import conftest  # (ranks need its interpreter patches, too)
 from tests.parallel.tensor.models import MODELS
 from tests.parallel.tensor.test_layers import compare
 from tests.ranks import run_ranks

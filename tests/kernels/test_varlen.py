@@ -1,4 +1,4 @@
-"""Choosing the kernel for a pack's short runs: one with wrong results is not used, and the reason is logged."""
+"""Test the choice of a kernel for short runs in a pack: one with wrong results is rejected, with the reason."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def missing():
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Puts functions in the place of packages, as if this were a GPU that they run on."""
+    """Return a function that replaces the packages by test functions, and pretends that there is a Hopper GPU."""
     resolved = attention.right_size
 
     def use(**functions):
@@ -83,7 +83,7 @@ def test_where_there_is_none_the_reason_is_said(packages):
     ):
         found, said = resolve_varlen(device, dtype, 24, asked)
         assert found is None and why in said and said.startswith("one call a run")
-    attention.compute_capability = lambda device: (7, 5)  # undone by the fixture
+    attention.compute_capability = lambda device: (7, 5)  # the fixture restores it
     assert "too old" in resolve_varlen("cuda", torch.float16, 24)[1]
 
 
