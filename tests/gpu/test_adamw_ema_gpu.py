@@ -1,4 +1,4 @@
-"""Test the fused optimizer step on a GPU: the cases of tests/kernels/test_adamw_ema.py, large tensors, no host waits."""
+"""Test the fused optimizer step on a GPU: shared cases, large tensors, and no host waits."""
 
 import math
 

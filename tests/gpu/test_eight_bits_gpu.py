@@ -32,7 +32,7 @@ def test_kernels_have_the_bits_of_the_reference():
                 assert torch.equal(moment.codes.cpu(), want.codes) and torch.equal(moment.scales.cpu(), want.scales)
                 assert torch.equal(view.cpu(), want.decode()) and torch.equal(moment.decode().cpu(), want.decode())
                 again = EightBits.zeros(SIZES[i], signed, torch.device("cuda"))
-                again.encode(moment.saved().cpu())  # as a checkpoint brings it back
+                again.encode(moment.saved().cpu())  # as when a checkpoint is loaded
                 assert torch.equal(again.codes, moment.codes) and torch.equal(again.scales, moment.scales)
 
 

@@ -44,6 +44,6 @@ def test_shards_are_those_of_a_whole_model_and_nothing_is_whole(tmp_path):
             frozen = {n for n in wanted.keys() - also if n.endswith((".weight", ".bias"))}
             wanted = {n: digest(v.bfloat16() if n in frozen else v) for n, v in wanted.items()}
             assert trainable == also and values == wanted, (name, plugin)
-        # LoRA's weights, and this rank's rows of the frozen ones.
+        # LoRA's weights, and this rank's share of the frozen ones.
         held = trained + 4 * WIDE.parameters() / world
         assert world == 1 or peak < 1.02 * held + (1 << 20), (held, peak)

@@ -1,4 +1,4 @@
-"""--plugin fsdp on GPUs: on one the steps of zero2, on two the curve of one; what it holds, and that nothing waits."""
+"""Test --plugin fsdp on GPUs: the same steps as zero2, the memory, and that the host never waits for the device."""
 
 import gc
 from dataclasses import replace
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 CONFIG = DiTConfig((16, 16), 2, 4, 384, depth=6, num_heads=6, num_classes=10)
 BATCH, STEPS = 16, 20
 KEPT, FREED = Sharding(), Sharding(keep_gathered=False)
-LIBRARIES = 80 << 20  # workspaces that cuBLAS keeps
+LIBRARIES = 80 << 20  # cuBLAS keeps its workspaces
 
 
 FUSED = SpeedFlags(True, True, True)
@@ -60,8 +60,8 @@ def curve(
     recompute: str = "none",
     sharding: Sharding = KEPT,
 ) -> tuple[list[float], int]:
-    """Losses of all ranks, and the bytes of this rank's states between two steps."""
-    gc.collect()  # an engine before this one, whose parts refer to each other
+    """Return the mean losses of all ranks, and the bytes of this rank's states between two steps."""
+    gc.collect()  # an earlier engine, whose parts reference each other
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     engine = engine_of(mesh, plugin, precision, recompute, sharding)
@@ -69,7 +69,7 @@ def curve(
     losses, states = [], 0
     for step in range(STEPS):
         given = micro_batch(mesh, step)
-        # When all is set up the host may not wait for the device: such a call would be an error.
+        # After the first steps, the host must not wait for the device, so a wait raises an error.
         torch.cuda.set_sync_debug_mode("error" if step > 4 and plugin == "fsdp" else "default")
         result = runner.train_step([given])
         torch.cuda.set_sync_debug_mode("default")
@@ -121,17 +121,18 @@ def test_on_two_gpus_the_curve_is_that_of_one():
     for rank in run_ranks(2, on_two):
         for (how, more), (losses, held) in zip(TWO, rank, strict=True):
             assert off_by(losses, reference[how]) < (1e-4 if how == "fp32" else 5e-3), (how, more)
-            # fp32 rows and both moments; nothing stays gathered.
+            # fp32 rows and both moments; nothing stays gathered
             assert held < 12 * weights / 2 * 1.1 + LIBRARIES, (how, more)
     for losses in run_ranks(2, copies):
         assert off_by(losses, reference["fp32"]) < 1e-4
 
 
-FLOAT8 = SpeedFlags(True, True, fp8=True, attention="math")  # whose gradients are the same bits in every run
+# math attention, whose gradients have the same bits in every run
+FLOAT8 = SpeedFlags(True, True, fp8=True, attention="math")
 
 
 def in_float8(mesh: Mesh, sharding: Sharding) -> tuple[list[Tensor], list[Tensor], int]:
-    """Losses of 10 steps, this rank's masters after them, and the most bytes that the last step took."""
+    """Return the losses of 10 steps, this rank's masters after them, and the peak memory of the last step."""
     engine = engine_of(mesh, "fsdp", "bf16", "none", sharding, FLOAT8)
     runner, losses = build_runner(EagerPasses(engine, SquaredError()), graph=False), []
     for step in range(10):
@@ -158,4 +159,4 @@ def test_gathering_float8_changes_no_bit():
             for name, other in (("the same again", again), ("gathered in float8", ours)):
                 for mine, wanted in zip(other[:2], theirs[:2], strict=True):
                     assert all(map(torch.equal, mine, wanted)), name
-            assert ours[2] < theirs[2]  # bytes in place of bf16, and nothing that was cast is kept
+            assert ours[2] < theirs[2]  # gathered bytes instead of bf16, and no cast weights are kept

@@ -1,4 +1,4 @@
-"""The fused operations and the attention kernels on a GPU: the full grid of shapes, and what only a GPU can show."""
+"""Test the fused operations and the attention kernels on a GPU: all shapes, memory, and repeatable results."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_full_grid(op, dtype, width):
 @operators
 @pytest.mark.parametrize("width", (384, 1152))
 def test_enough_rows_for_the_default_launch(op, width):
-    """Sizes at which a program takes as many rows as it ever does, the last one of a sample fewer."""
+    """Use sizes for which a program has its maximum of rows, except the last one of a sample."""
     for length in (250, 16_384):
         check(op, *make_inputs(op, 140_000 // length, length, width, BFLOAT16, "cuda"))
 
@@ -141,7 +141,7 @@ def test_under_checkpoint(op):
 
 @operators
 def test_gradients_are_finite_differences(op):
-    """The directional derivative of <output, weight>, in fp32 kernels, along a random direction of every input."""
+    """Compare with finite differences of <output, weight> in fp32, along a random direction of every input."""
     leaves, _ = make_inputs(op, 2, 40, 384, FLOAT32, "cuda")
     weights = output_gradients(op, leaves)
 
@@ -162,7 +162,7 @@ def test_gradients_are_finite_differences(op):
 
 @operators
 def test_no_full_size_temporaries(op):
-    """Backward's memory beyond its results: partial sums, a small part of one tensor of activations."""
+    """Besides its results, the backward pass allocates only partial sums, a small part of an activation's size."""
     leaves, _ = make_inputs(op, 512, 256, 1152, BFLOAT16, "cuda")
     weights = output_gradients(op, leaves)
     arguments = [a if a.is_leaf else a.detach().requires_grad_() for a in arguments_of(op, leaves)]
@@ -195,7 +195,7 @@ def test_split_heads(dtype, head_dim, tokens_first):
 @pytest.mark.parametrize("dtype", (BFLOAT16, torch.float16))
 @pytest.mark.parametrize("mode", ("eager", "compile", "checkpoint"))
 def test_packed_attention(dtype, mode):
-    """qkv in, the gradients of qkv and of its bias out, against float64."""
+    """Compare the output, and the gradients of qkv and its bias, with float64."""
     backend, _ = resolve_attention("auto", "cuda", dtype, 72, 256, tiled=True)
     torch.manual_seed(0)
     qkv = torch.randn(3, 257, 3 * 4 * 72, device="cuda", dtype=dtype, requires_grad=True)
@@ -203,7 +203,7 @@ def test_packed_attention(dtype, mode):
     attend = LocalAttention(backend)
 
     def block(qkv, bias):
-        return attend(*split_heads(qkv * 1.5, 4, bias))  # something before it, as in a model
+        return attend(*split_heads(qkv * 1.5, 4, bias))  # an operation before it, as in a model
 
     run = {
         "eager": block,
@@ -230,8 +230,11 @@ def test_packed_attention(dtype, mode):
 @pytest.mark.parametrize("tokens", (257, 1100))
 @pytest.mark.parametrize(("backend", "dtype"), (("flash", BFLOAT16), ("flash", torch.float16), ("efficient", FLOAT32)))
 def test_attention_of_deterministic_runs_repeats_its_bits(backend, dtype, tokens):
-    """Without --deterministic it may add the parts of dq up in any order: seen of cuDNN's in fp16 at 257 tokens, and of
-    torch's flash at 1,088, as two parts give the same sum in both orders and more do not."""
+    """Without --deterministic, some kernels add the parts of dq in any order.
+
+    This was seen with cuDNN in fp16 at 257 tokens, and with torch's flash at 1,088 tokens. A sum of two parts does not
+    depend on their order, so more parts are needed.
+    """
     torch.manual_seed(0)
     qkv = torch.randn(16, tokens, 3 * 16 * 72, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(16, 16, tokens, 72, device="cuda", dtype=dtype)
@@ -247,9 +250,10 @@ def test_attention_of_deterministic_runs_repeats_its_bits(backend, dtype, tokens
 @pytest.mark.parametrize("head_dim", (64, 72, 128))
 @pytest.mark.parametrize("dtype", (BFLOAT16, torch.float16))
 def test_the_flash_attn_package_against_float64(dtype, head_dim):
-    """Output and gradient, of lengths that are no multiple of any tile; told to be deterministic, the same bits; from a
-    CUDA graph, too. (At 72 heads are filled up in the backward pass, by what is known of flash-attn-4 4.0.0b36; the
-    package's name for that pass is not a public one.)"""
+    """Check the output, the gradients, repeatable bits and CUDA graphs, for lengths that are no multiple of a tile.
+
+    With head size 72, heads are padded in the backward pass through a private function of flash-attn-4 4.0.0b36.
+    """
     assert flash_attn()[1] != CUTE or backward_pass() is not None
     backend, reason = resolve_attention("flash_attn", "cuda", dtype, head_dim, 257, tiled=True)
     assert backend == "flash_attn" and reason.startswith(f"asked for, {flash_attn()[1]}")
@@ -267,7 +271,7 @@ def test_the_flash_attn_package_against_float64(dtype, head_dim):
             assert ((a.double() - b).norm() / b.norm()).item() <= (1e-2 if dtype == BFLOAT16 else 2e-3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # (A leaf of its own: one whose other graph, of another stream, still lives would have to wait for that stream.)
+        # A new leaf, because the old one would wait for the stream of its earlier graph.
         leaf = qkv.detach().requires_grad_()
         (replayed,) = torch.autograd.grad(attend(*leaf.permute(2, 0, 3, 1, 4)), leaf, weight)
     graph.replay()

@@ -1,4 +1,4 @@
-"""LoRA on a GPU: beside the kernels in bf16 and in FP8, recomputed, and recorded as a CUDA graph."""
+"""Test LoRA on a GPU: with the kernels in bf16 and in FP8, with recomputation, and in a CUDA graph."""
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_product_and_thin_term_are_near_fp64_and_repeat(rows, depth, columns, ra
 @needs_float8
 @pytest.mark.parametrize("family", MIDDLE)
 def test_public_models_in_float8_are_near_fp32(family, monkeypatch):
-    """The bounds of tests/gpu/test_public_fp8_gpu.py, whose weights' gradients are as far off."""
+    """The bounds are those of tests/gpu/test_public_fp8_gpu.py."""
     for name, value in (("DEVICE", "cuda"), ("SIZES", SIZES), ("VALUES", MIDDLE)):
         monkeypatch.setattr(public, name, value)
     torch.set_float32_matmul_precision("highest")
@@ -168,4 +168,4 @@ def steps(mesh, fp8: bool, graph: bool) -> list[float]:
 def test_replayed_steps_are_the_steps(fp8):
     (eager,), (recorded,) = (run_ranks(1, steps, fp8, graph) for graph in (False, True))
     assert eager[-2] < 0.95 * eager[0]
-    assert recorded == pytest.approx(eager, rel=2e-2)  # cuDNN adds dq up in any order
+    assert recorded == pytest.approx(eager, rel=2e-2)  # cuDNN adds the parts of dq in any order

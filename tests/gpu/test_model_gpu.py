@@ -1,4 +1,4 @@
-"""The model with kernels, and the engine, on a GPU."""
+"""Test the model with kernels, and the engine, on a GPU."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_a_model_with_kernels_is_the_model_without(speed, dtype, bound, checkpoi
     output, grads = gradients(model, dtype)
     assert (output - reference).norm() / reference.norm() < bound
     for name, grad in reference_grads.items():
-        if not name.endswith("qkv.bias"):  # its keys' part is rounding noise
+        if not name.endswith("qkv.bias"):  # the part for the keys is rounding noise
             assert (grads[name] - grad).norm() / grad.norm() < 4 * bound, name
 
 

@@ -1,4 +1,4 @@
-"""Muon and MeanFlow on GPUs: bf16 iterations against fp32, ranks that share the work, runs with kernels."""
+"""Test Muon and MeanFlow on GPUs: bf16 iterations against fp32, several ranks, and runs with kernels."""
 
 import math
 

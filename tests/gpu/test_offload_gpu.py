@@ -1,4 +1,4 @@
-"""--offload on GPUs: the bits of a run, and of its checkpoint, without it; less memory of the device; no waiting."""
+"""Test --offload on GPUs: a run and its checkpoint keep their bits, with less device memory and no host waits."""
 
 import gc
 import math
@@ -41,7 +41,7 @@ STEPS, SAVED, SKIPPED = 20, 10, (4, 11)
 def engine_of(mesh: Mesh, offload: str) -> tuple[Engine, EMA]:
     torch.manual_seed(0)
     model = randomised(DiT(CONFIG)).to(mesh.device)
-    speed = SpeedFlags(True, True, True, attention="flash")  # whose gradients are the same bits every time
+    speed = SpeedFlags(True, True, True, attention="flash")  # flash, whose gradients have the same bits every time
     kernels = select_kernels(speed, mesh.device, torch.bfloat16, 64, CONFIG.tokens)
     apply_parallel(model, ops=kernels.ops, attend=kernels.attend)
     settings = dict(lr=1e-3, weight_decay=0.01, offload=offload)
@@ -52,13 +52,13 @@ def engine_of(mesh: Mesh, offload: str) -> tuple[Engine, EMA]:
 
 
 def train(mesh: Mesh, engine: Engine, ema: EMA, steps: range, graph: bool) -> list[float]:
-    """The losses; in SKIPPED the last rank's is not finite."""
+    """Return the losses. In the steps of SKIPPED, the last rank's loss is not finite."""
     runner, losses = build_runner(EagerPasses(engine, SquaredError()), graph=graph), []
     for step in steps:
         given = micro_batch(mesh, step)
         if step in SKIPPED and mesh.rank == mesh.world_size - 1:
             given.noise[0] = math.nan
-        # When all is set up the host may not wait for the device: such a call would be an error.
+        # After the first steps, the host must not wait for the device, so a wait raises an error.
         torch.cuda.set_sync_debug_mode("error" if step - steps.start > 4 else "default")
         result = runner.train_step([given])
         ema.update(result.finite)
@@ -76,7 +76,7 @@ def state_of(engine: Engine, ema: EMA) -> dict[str, Tensor]:
 
 
 def delayed(move):
-    """Averages that come late to what may change the masters, if that does not wait for them."""
+    """Delay the update of the averages, to detect code that does not wait before it changes the masters."""
 
     def late(self, scalars):
         busy = torch.ones(4096, 4096, device=self.device)
@@ -88,10 +88,13 @@ def delayed(move):
 
 
 def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
-    """For each offload the losses, the state at the end, the device's peak of the last steps; then the same of runs
-    that go on from the checkpoint of another offload, whose averages are late."""
+    """Return the losses, the final state and the peak memory for each offload.
+
+    The same follows for runs that resume from the checkpoint of another offload, with delayed averages; their peak is
+    None.
+    """
     make_deterministic()
-    train(mesh, *engine_of(mesh, "none"), range(2), graph)  # libraries take their workspaces, which they keep
+    train(mesh, *engine_of(mesh, "none"), range(2), graph)  # libraries allocate workspaces that they keep
     ways = (*OFFLOAD, BLOCKS) if mesh.world_size > 1 else OFFLOAD
     found, folders = [], [folder / f"{mesh.world_size}{graph}{offload}" for offload in ways]
     for offload, here in zip(ways, folders, strict=True):
@@ -138,9 +141,9 @@ def test_the_same_bits_in_less_memory(world, graph, tmp_path):
         for offload, (_, _, less) in zip(OFFLOAD[1:], others, strict=False):
             whole = estimate(CONFIG, setup := Setup("fsdp", "bf16", world, averages=2), 1).total
             saved = whole - estimate(CONFIG, replace(setup, offload=offload), 1).total
-            # (What recordings hold besides is freed when it may be.)
+            # Recordings hold other memory, so the peak is not compared.
             assert graph or peak - less == pytest.approx(saved, rel=0.05), (world, graph, offload)
-        if world > 1:  # blocks are there while they compute
+        if world > 1:  # blocks are on the device only while they compute
             assert others[len(OFFLOAD) - 1][2] < others[len(OFFLOAD) - 2][2]
 
 
@@ -151,7 +154,7 @@ def test_averages_apart_and_through_a_ring_buffer():
 
 
 def test_host_memory_is_locked_and_given_back():
-    """Many times, at what may be the same addresses."""
+    """Lock and release many times, possibly at the same addresses."""
     for size in (1000, 5_000_000, 1000, 5_000_000):
         memory = HostMemory(size, torch.device("cuda"))
         (part,), _ = memory.take([torch.empty(size)], 0)

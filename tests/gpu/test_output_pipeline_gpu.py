@@ -1,4 +1,4 @@
-"""Decoding on a side stream: the pictures of the codec alone, whatever the main stream does meanwhile."""
+"""Test decoding on a side stream: the pictures match those of the codec alone while the main stream is busy."""
 
 import json
 import time
@@ -45,11 +45,11 @@ def test_the_next_batch_may_overwrite_the_latents_at_once(clips):
     with OutputPipeline(codec, torch.device("cuda", 0), deliver) as pipeline:
         for number, latents in enumerate(batches):
             for _ in range(20):
-                busy = (busy @ busy).clamp(-1, 1)  # the latents come late
+                busy = (busy @ busy).clamp(-1, 1)  # delays the latents
             static.copy_(latents)
             pipeline.put(torch.arange(16) + 16 * number, static)
             static.fill_(float("nan"))
-            # Takes memory that was freed too early.
+            # takes memory that was freed too early
             torch.empty(1 << 26, dtype=torch.uint8, device="cuda").fill_(7)
     assert [index[0] for index, _ in delivered] == list(range(0, 192, 16))
     for (_, pictures), reference in zip(delivered, expected, strict=True):
@@ -65,7 +65,7 @@ def test_a_compiled_decoder(tiling):
     expected = plain.decode(latents)
     assert expected.std() > 0.1
     for _ in range(2):
-        assert (codec.decode(latents) - expected).abs().max() < 0.02  # of 2; fp16
+        assert (codec.decode(latents) - expected).abs().max() < 0.02  # values have a range of 2; fp16
 
 
 def test_a_digest_is_that_of_the_cpu():
@@ -76,7 +76,7 @@ def test_a_digest_is_that_of_the_cpu():
 
 
 def test_recorded_steps_go_on_where_they_were(tmp_path, no_ranks, monkeypatch, capsys):
-    """bf16, recorded steps, a VAE: a job that stops after some parts and goes on has the bytes of one that does not."""
+    """With bf16, recorded steps and a VAE, a job that is stopped and resumed gives the same pictures."""
     monkeypatch.setattr(cache_module, "FINE", 0)
     small_vae(scaling_factor=0.3).save_pretrained(tmp_path / "vae")
     config = model_config("DiT-S/2", input_size=(16, 16), in_channels=4, num_classes=5)

@@ -1,4 +1,4 @@
-"""Packs on a GPU: kernels by segment, varlen attention, models in bf16 and FP8, against their samples one by one."""
+"""Test packs on a GPU: kernels by segment, varlen attention, and models in bf16 and FP8, against separate samples."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_attention_by_runs_and_varlen(head_dim, lengths):
         assert not out[:, :, sum(lengths) :].any()
 
 
-# With captions among the tokens, of as many channels as their pooled vectors.
+# Captions among the tokens. Their pooled vectors have the captions' width.
 JOINT = {
     "flux": dict(in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=64, num_attention_heads=4,
                  joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(16, 24, 24)),
@@ -62,7 +62,7 @@ JOINT = {
 
 
 def case(dtype: torch.dtype, of: str) -> tuple[DiT, DiT, Samples]:
-    """(the model in ``dtype``, itself in fp32, samples)."""
+    """Return the model in ``dtype``, the same model in fp32, and samples."""
     if of in JOINT:
         config: DiTConfig = public_config(of, JOINT[of], (32, 32), max_tokens=70)
         sizes = [(size[1] * 2, size[2] * size[0]) for size in SIZES]
@@ -102,5 +102,5 @@ def test_a_model_on_packs_is_the_model_one_by_one(how, recompute, of):
     bound = 10 * BOUNDS[torch.bfloat16] if how != "fp8" else 0.15
     assert_same(found, wanted, bound, " (output)")
     for name, gradient in given.gradients(model, found).items():
-        if not name.endswith("qkv.bias"):  # its keys' part is rounding noise
+        if not name.endswith("qkv.bias"):  # the part for the keys is rounding noise
             assert (gradient.float() - gradients[name]).norm() < 4 * bound * gradients[name].norm(), name

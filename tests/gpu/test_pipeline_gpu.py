@@ -1,4 +1,4 @@
-"""opendit.load on a GPU: sample.py's samples with the recommended kernels, recorded steps, the callback, the device."""
+"""Test opendit.load on a GPU: the same samples as sample.py, recorded steps, callbacks and the choice of a device."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_the_samples_are_those_of_sample_py(precision, kernels, tmp_path, no_ran
     drawn = np.load(tmp_path / "s.npz")["arr_0"]
     pipe, seen = opendit.load(ckpt, precision=precision, kernels=kernels), []
     settings = dict(steps=6, sampler="ddim", seed=7, batch_size=2, negative="a seven", progress=False)
-    for _ in range(2):  # the second time all steps are replayed
+    for _ in range(2):  # in the second call, all steps are replayed
         samples = pipe(["a dog", "a cat", "a bird"], **settings, callback=lambda i, x: seen.append((i, x.clone())))
         assert np.array_equal(pixels(samples), drawn) and drawn.std() > 1
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6] * 4

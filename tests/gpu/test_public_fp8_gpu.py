@@ -1,4 +1,4 @@
-"""FP8 in the blocks of public models on a GPU: the cases of tests/kernels/test_public_fp8.py at larger sizes."""
+"""Test FP8 in the blocks of public models on a GPU: the cases of tests/kernels/test_public_fp8.py at larger sizes."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 AVAILABLE, REASON = float8_available("cuda", torch.bfloat16)
 pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason=REASON)
 
-# Heads of 64 channels, and of 128 as published; odd numbers of tokens.
+# TINY has heads of 64 channels, MIDDLE mostly the published 128. The numbers of tokens are odd.
 SIZES = {
     "flux": (14, 28), "z_image": (14, 30), "wan": (3, 14, 30), "qwen_image": (14, 30), "flux2": (7, 15),
     "ltx": (3, 7, 15), "sd3": (14, 30), "cosmos2": (14, 30),
@@ -58,7 +58,7 @@ def on_the_gpu(request, monkeypatch):
 
 @cases.every_family
 def test_output_and_gradients_are_near_fp32(family):
-    """1.5 times the bounds of a DiT-S in tests/gpu/test_fp8_gpu.py."""
+    """The bounds are 1.5 times those of tests/gpu/test_fp8_gpu.py."""
     cases.check_gradients(family, 0.15, 0.375)
 
 
@@ -82,7 +82,7 @@ def test_training_follows_the_curve_of_bf16(family, plugin):
 
 @cases.every_family
 def test_recorded_steps_draw_the_same(family, monkeypatch):
-    """Steps are recorded as a CUDA graph, in which weights are not cast again."""
+    """Steps are recorded as a CUDA graph, which must not cast the weights again."""
     monkeypatch.setattr(fp8_inference, "CAST_FROM", 0)
     model = cases.in_float8(cases.model_of(family).eval().to(torch.bfloat16), torch.bfloat16, inference=True)
     _, _, y = cases.given(family, torch.bfloat16, 2)

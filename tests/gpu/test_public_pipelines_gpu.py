@@ -1,5 +1,7 @@
-"""Whole pipelines of public models on a GPU, in bf16 and FP8: drawn latents against diffusers' pipelines in fp32 on the
-CPU, and twenty steps of train.py against those in fp32."""
+"""Test pipelines of public models on a GPU, in bf16 and FP8.
+
+Sampled latents are compared with diffusers in fp32 on the CPU, and twenty steps of train.py with fp32.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,20 +24,20 @@ from tests.training.test_train import log_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HEADS = dict(attention_head_dim=64, num_attention_heads=4)
-NETWORKS: dict[str, dict[str, Any]] = {  # heads and widths that the kernels and FP8 take
+NETWORKS: dict[str, dict[str, Any]] = {  # heads and widths that the kernels and FP8 support
     "qwen_image": HEADS | dict(axes_dims_rope=(16, 24, 24)),
     "flux2_klein": HEADS | dict(axes_dims_rope=(16, 16, 16, 16)),
     "cosmos2": HEADS,
     "wan_ti2v": HEADS | dict(ffn_dim=528),
 }
-BOUNDS = {"bf16": 0.1, "fp8": 0.2}  # of the latents, by their norm
-CURVES = {"bf16": 0.03, "fp8": 0.09}  # of the losses
+BOUNDS = {"bf16": 0.1, "fp8": 0.2}  # relative error of the latents
+CURVES = {"bf16": 0.03, "fp8": 0.09}  # relative error of the losses
 STEPS, LENGTH = 20, 9
 names = pytest.mark.parametrize("name", NETWORKS)
 
 
 def available(precision: str) -> None:
-    """Skip the test if this GPU has no FP8 and the precision is FP8."""
+    """Skip the test if the precision is FP8 and this GPU does not support it."""
     found, why = float8_available("cuda", torch.bfloat16)
     if precision == "fp8" and not found:
         pytest.skip(why)

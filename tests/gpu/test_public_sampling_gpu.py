@@ -1,5 +1,8 @@
-"""Public models in the sampling engine on GPUs: recorded steps are, bit for bit, the steps run kernel by kernel, for
-captions of unequal lengths and after batches of other lengths; and two ranks draw what one draws."""
+"""Test public models in the sampling engine on GPUs.
+
+Recorded steps give the same bits as unrecorded ones, for captions of unequal lengths and batches of varying lengths.
+Two ranks draw the same samples as one.
+"""
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from tests.sampling.public import CASES, MORE, WAYS, Case, drawn, exact, network
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = [f"{case.family}, {case.sampler}" for case in CASES]
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # as of test_sampling_gpu.py
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # as in test_sampling_gpu.py
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["fp32", "bf16"])
 NUMBERS = (0, 1, 2, 0)
 
@@ -23,7 +26,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 
 def recorded_and_not(model: PublicDiT, case: Case, around=None, **asked) -> tuple[list[Tensor], list[Tensor]]:
-    """Draw batches, recorded and kernel by kernel; the latents of both are equal to the bit."""
+    """Draw batches with and without recorded steps, and return both lists of latents."""
     found = []
     for record in (True, False):
         settings = case.settings | asked
@@ -56,8 +59,10 @@ def test_recorded_approximations(case, asked):
 
 
 def distances(mesh: Mesh, dtype: torch.dtype) -> list[tuple[str, bool, list[float], list[float]]]:
-    """For every case and way: whether recorded steps give the same bits, and the distances of two ranks and of one from
-    fp32 on a CPU."""
+    """Compare two ranks and one with fp32 on a CPU.
+
+    Returns, for every case and way, whether recorded steps give the same bits, and the errors of two ranks and of one.
+    """
     torch.set_float32_matmul_precision("highest")
     found = []
     for case in CASES[:3]:

@@ -1,5 +1,7 @@
-"""Published weights through page-locked buffers onto a GPU: right under reuse of the buffers, fast, and without a copy
-of the weights in host memory."""
+"""Test loading published weights onto a GPU through page-locked buffers.
+
+The values are right although buffers are reused, loading is fast, and host memory never holds a copy of all weights.
+"""
 
 import time
 
@@ -36,7 +38,7 @@ def test_pieces_are_the_tensor_whatever_the_buffers(tmp_path, size):
 
 
 def test_gigabytes_from_a_warm_disk(tmp_path):
-    """In a tenth of what a model of 24 GB may take: 8 s."""
+    """The required speed loads a model of 24 GB in 8 s."""
     width = 8192
     folder = published.write_pipeline(tmp_path / "large", published.weights(width), 2)
     tensors = open_published(folder, published.FAMILIES).tensors(published.shapes(width))

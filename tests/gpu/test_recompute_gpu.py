@@ -1,4 +1,4 @@
-"""Recomputing on a GPU: gradients, the peak against its estimate, and steps recorded as a CUDA graph."""
+"""Test recomputation on a GPU: gradients, the peak memory against its estimate, and CUDA graphs."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def inputs(number: int = 0):
 
 @pytest.mark.parametrize("kernels", (True, False))
 def test_gradients(kernels):
-    """torch's operations: the same bits. Kernels: within the rounding of the second LayerNorm's output."""
+    """torch's operations nearly repeat the gradients; kernels round the second LayerNorm's output differently."""
     found, (x, t, noise, y) = {}, inputs()
     for level in LEVELS:
         model = model_of(level, kernels).place("cuda", torch.bfloat16)
@@ -53,7 +53,7 @@ def test_gradients(kernels):
 
 
 def steps(mesh, level: str, graph: bool) -> tuple[list[float], int]:
-    """Losses of eight steps, and the peak of the memory."""
+    """Return the losses of eight steps, and the peak memory."""
     engine = build_engine(model_of(level, True), mesh, plugin="zero2", precision="bf16", lr=1e-3)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -73,6 +73,6 @@ def both(mesh, level: str):
 def test_recorded_steps_and_peak(level):
     (((eager, peak), (recorded, _)),) = run_ranks(1, both, level)
     assert eager[-1] < eager[0]
-    assert recorded == pytest.approx(eager, rel=2e-2)  # cuDNN adds dq up in any order
+    assert recorded == pytest.approx(eager, rel=2e-2)  # cuDNN adds the parts of dq in any order
     expected = estimate(CONFIG, Setup(recompute=level, averages=0), BATCH).total
-    assert peak == pytest.approx(expected, rel=0.08)  # a small model: libraries weigh more
+    assert peak == pytest.approx(expected, rel=0.08)  # in a small model, libraries weigh more

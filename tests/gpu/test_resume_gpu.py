@@ -1,4 +1,4 @@
-"""A resumed run on GPUs under --deterministic is, bit for bit, the run that was never stopped."""
+"""Test on GPUs that a resumed run with --deterministic has the same bits as an uninterrupted one."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HALF, WHOLE = 30, 80
 FAST = "--enable_flashattn --enable_modulate_kernel --enable_layernorm_kernel --deterministic".split()
-SETTINGS = {  # fp16's scale settles in the first steps: skipped steps are part of what is resumed
+SETTINGS = {  # fp16's loss scale settles in the first steps, so skipped steps are tested too
     "zero2-fp16": ["--plugin", "zero2", "--mixed_precision", "fp16"],
     "zero2-bf16": ["--plugin", "zero2", "--mixed_precision", "bf16", "--grad_accumulation", "2"],
     "gemini-bf16": ["--plugin", "gemini", "--mixed_precision", "bf16"],

@@ -1,4 +1,4 @@
-"""The sampling engine on a GPU: recorded steps are, bit for bit, the steps run kernel by kernel."""
+"""Test the sampling engine on a GPU: recorded steps give the same bits as unrecorded ones."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ APPROXIMATIONS = [{"cache": "taylor:3"}, {"cache": "first_block:10"}, {"guidance
 
 
 def approximated(model, objective, asked: dict, **settings) -> None:
-    """Recorded, an approximation draws what it draws kernel by kernel, and not what the exact sampler draws."""
+    """Assert that an approximation gives the same bits when recorded, and differs from the exact sampler."""
     engines = [SamplingEngine(model, objective, steps=12, record=r, **asked, **settings) for r in (True, False)]
     exact = SamplingEngine(model, objective, steps=12, record=False, **settings)
     for seed, count in enumerate((3, 3, 2)):
@@ -178,12 +178,12 @@ def test_both_ends_of_a_step(dtype, monkeypatch):
         ends.test_every_sample_takes_its_own_step(halves)
 
 
-# (UniPC's steps have three tensors of state, more than the kernel writes.)
+# UniPC's steps have three state tensors, more than the kernel can write.
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case[1] != "unipc"], ids=lambda case: f"{case[0].name}, {case[1]}"
 )
 def test_steps_in_few_kernels(case, monkeypatch):
-    """They are taken, and draw what the sampler's own steps draw, up to the rounding of fp32."""
+    """The fused kernels are used, and draw the same samples as unfused steps up to fp32 rounding."""
     torch.set_float32_matmul_precision("highest")
     objective, sampler, settings = case
     model = model_of(LABELS, objective, torch.float32)
@@ -212,7 +212,7 @@ def test_two_models_one_after_the_other():
 
 
 def test_memory_does_not_grow():
-    """Over many batches of sizes of which only some are kept, and it is given back in the end."""
+    """Many batches of varying sizes, of which only some are kept, use no more memory; all is freed in the end."""
     objective = DDPMObjective()
     model = model_of(LABELS, objective, torch.bfloat16)
     before, after = torch.cuda.memory_allocated(), []
@@ -221,9 +221,9 @@ def test_memory_does_not_grow():
         engine.sample(*batch(LABELS, 1 + call % 3), call)
         torch.cuda.synchronize()
         after.append(torch.cuda.memory_reserved())
-    assert len(engine.loops) == 2 and max(after[12:]) <= max(after[6:12]), after  # twice the same sizes
+    assert len(engine.loops) == 2 and max(after[12:]) <= max(after[6:12]), after  # both ranges have the same sizes
     del engine
-    assert torch.cuda.memory_allocated() - before < 64 << 20  # workspaces of libraries
+    assert torch.cuda.memory_allocated() - before < 64 << 20  # library workspaces
 
 
 def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel(caplog):

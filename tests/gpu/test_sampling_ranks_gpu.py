@@ -1,5 +1,4 @@
-"""Sampling steps of ranks that share a sample, what they send each other among it, as one CUDA graph: the same bits as
-kernel by kernel."""
+"""Test that ranks that share a sample can record their steps and communication as a CUDA graph, with the same bits."""
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-CONFIG = DiTConfig((22, 46), 2, 4, 512, 2, 8, num_classes=10)  # 253 tokens: one of 2 GPUs has one less
+CONFIG = DiTConfig((22, 46), 2, 4, 512, 2, 8, num_classes=10)  # 253 tokens, so one of 2 GPUs has one less
 SAMPLES, STEPS = 3, 7
 
 
 def draw(mesh: Mesh, kind: str) -> list[tuple[str, torch.Tensor]]:
-    """The engine's note and latents, recorded and not, of two batches each."""
+    """Return the engine's note and the latents of two batches, recorded, then unrecorded."""
     torch.manual_seed(0)
     model, around = randomised(DiT(CONFIG)), None
     head = CONFIG.hidden_size // CONFIG.num_heads
@@ -62,7 +61,7 @@ KEPT = []
 
 
 def leave(mesh: Mesh) -> bool:
-    """Ends the groups while an engine, and what it has recorded of their communication, is still there."""
+    """Close the process groups while an engine with recorded communication still exists."""
     halves = make_replicas(mesh, True).halves
     model = randomised(DiT(CONFIG)).place(mesh.device, torch.bfloat16).eval()
     around = lambda forward: SharedBatch(forward, halves)  # noqa: E731
@@ -74,6 +73,6 @@ def leave(mesh: Mesh) -> bool:
     return engine.records and not torch.distributed.is_initialized()
 
 
-@pytest.mark.timeout(120)  # without what it watches, it would not end
+@pytest.mark.timeout(120)  # a failure would hang
 def test_recorded_communication_does_not_hold_up_the_end():
     assert run_ranks(2, leave) == [True, True]

@@ -1,6 +1,6 @@
-"""Sequence parallelism on 2 and 4 GPUs in bf16: against one GPU, every gradient and the curve of a training run.
+"""Test sequence parallelism on 2 and 4 GPUs in bf16 against one GPU: all gradients and the loss curve.
 
-The bounds: an output or a gradient is no further from fp32 than 1.5 times one GPU's in bf16, which rounds as often.
+The error of an output or gradient against fp32 may be at most 1.5 times that of one GPU in bf16, which rounds as often.
 """
 
 import time
@@ -29,7 +29,7 @@ from train import EagerPasses
 
 ranks = pytest.mark.parametrize("world", [2, 4])
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
-CONFIG = DiTConfig((22, 46), 2, 4, 512, 2, 8, num_classes=10)  # 253 tokens: 4 GPUs have 64, 64, 64, 61 of them
+CONFIG = DiTConfig((22, 46), 2, 4, 512, 2, 8, num_classes=10)  # 253 tokens; 4 GPUs have 64, 64, 64, 61
 SAMPLES, STEPS = 2, 50
 
 
@@ -78,7 +78,7 @@ def distances(ours: tuple, exact: tuple) -> tuple[float, dict[str, float]]:
 
 
 def all_types(mesh: Mesh, fp8: bool) -> list:
-    """[distances of one GPU, then of every type] from one GPU in fp32."""
+    """Return the errors against one GPU in fp32: first for one GPU, then for every type."""
     torch.set_float32_matmul_precision("highest")
     mesh, device = init_mesh(sequence_parallel=mesh.world_size), mesh.device
     shape, half = Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES), torch.bfloat16
@@ -130,7 +130,7 @@ def test_in_fp8_they_are_as_near_as_those_of_one_gpu_in_fp8(world):
 
 
 def curves(mesh: Mesh) -> list[list[float]]:
-    """Losses of a training run: of one GPU (every rank makes it alone), and with the sequence shared."""
+    """Return the losses of training runs: first on one GPU, repeated by every rank, then with shared sequences."""
     device, shape = mesh.device, Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES)
     shared = init_mesh(sequence_parallel=mesh.world_size)
     model, alone = use(model_on(device), torch.bfloat16, device), []
@@ -169,8 +169,10 @@ def test_fifty_steps_give_one_gpus_curve(world):
 
 
 def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
-    """Return, for each type, (the runner's note on CUDA graphs, losses): kernel by kernel, from a graph, and with a
-    graph whose recording fails inside a layer."""
+    """Return (the runner's note on CUDA graphs, losses) for each type.
+
+    Each type runs without a graph, with one, and with a graph whose recording fails inside a layer.
+    """
     device, shape = mesh.device, Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES)
     shared, found = init_mesh(sequence_parallel=mesh.world_size), []
 
@@ -209,11 +211,11 @@ def test_a_recorded_step_is_the_step_and_a_recording_may_fail_inside_a_layer(wor
 
 
 def made_while_a_rank_is_late(mesh: Mesh) -> list[float] | None:
-    """Return what all ranks wrote to this one's new buffer, or None if its barrier did not end."""
+    """Return the means of what all ranks wrote to this rank's new buffer, or None if its barrier did not end."""
     group = Group.of(init_mesh(sequence_parallel=mesh.world_size).sp_group)
     memory, _ = connect(group, mesh.device)
     if group.rank == 0:
-        torch.cuda._sleep(2 * 10**9)  # about a second of its stream; its host goes on
+        torch.cuda._sleep(2 * 10**9)  # delays the stream by about a second, but not the host
     rows = memory.rows(Buffer.INPUT, (group.size, 1000), torch.float32)
     for theirs in rows.of:
         theirs[group.rank].fill_(group.rank + 1)

@@ -1,6 +1,6 @@
-"""Pipelines on GPUs, all fused kernels on: against one GPU, every gradient, and a run's curve.
+"""Test pipeline parallelism on GPUs with all fused kernels against one GPU: all gradients and the loss curve.
 
-The bounds in bf16: a loss or a gradient is no further from fp32 than 1.5 times one GPU's, which rounds as often.
+In bf16, the error of a loss or gradient against fp32 may be at most 1.5 times that of one GPU, which rounds as often.
 """
 
 from dataclasses import replace
@@ -70,7 +70,7 @@ def engine_of(config, mesh: Mesh, plugin: str, precision: str, schedule: str):
 
 
 def gradients(config, mesh: Mesh, precision: str, schedule: str = "1f1b") -> dict[str, Tensor]:
-    """After the passes of a step, before its optimizer's: of what this rank has. (ddp keeps them whole.)"""
+    """Return the loss and this rank's gradients after the passes of a step, unsharded because the plugin is ddp."""
     engine = engine_of(config, mesh, "ddp", precision, schedule)
     runner = build_runner(EagerPasses(engine, SquaredError(), MICRO_BATCHES))
     loss = runner.passes(micro_batches(config, mesh, 0))
@@ -81,7 +81,7 @@ def gradients(config, mesh: Mesh, precision: str, schedule: str = "1f1b") -> dic
 
 
 def every_model(mesh: Mesh) -> dict[str, tuple]:
-    """Distances from one GPU in fp32: of two in fp32, of one in bf16, of two in bf16."""
+    """Return errors against one GPU in fp32: two GPUs in fp32, one in bf16, two in bf16."""
     torch.set_float32_matmul_precision("highest")
     alone = Mesh(0, 1, mesh.local_rank, mesh.device, ParallelDims())
     two, found = init_mesh(dims=ParallelDims(pp=2)), {}
@@ -124,7 +124,7 @@ FOUR = [(dict(), "ddp", "1f1b"), (dict(pp=2), "fsdp", "1f1b"), (dict(pp=2), "fsd
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
 def test_a_training_run_has_the_curve_of_data_parallelism(ranks, cases):
-    """(All ranks see the same samples, so that data parallelism is one GPU's.)"""
+    """All ranks see the same samples, so data parallelism computes the same as one GPU."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     for alone, *others in run_ranks(ranks, curves, cases):

@@ -1,6 +1,7 @@
-"""Tensor parallelism on 2 GPUs, all fused kernels on: against one GPU, every gradient, and a run as a CUDA graph.
+"""Test tensor parallelism on 2 GPUs with all fused kernels against one GPU: all gradients, and CUDA graphs.
 
-The bounds in bf16: an output or a gradient is no further from fp32 than 1.5 times one GPU's, which rounds as often.
+In bf16, the error of an output or gradient against fp32 may be at most 1.5 times that of one GPU, which rounds as
+often.
 """
 
 import copy
@@ -60,7 +61,7 @@ def gradients(model: DiT, mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def distances(ours: tuple, exact: tuple, divided: dict, rank: int) -> dict[str, float]:
-    """Return the relative distances of the output and of every gradient, of which this rank may hold a part."""
+    """Return the relative errors of the output and of every gradient, for the part that this rank holds."""
     found = {"output": ((ours[0] - exact[0]).norm() / exact[0].norm()).item()}
     for name, grad in exact[1].items():
         if name in divided:
@@ -68,7 +69,7 @@ def distances(ours: tuple, exact: tuple, divided: dict, rank: int) -> dict[str, 
             parts = [grad.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges[rank]]
             grad = torch.cat(parts, cut.dim)
         theirs = ours[1][name] if ours[1][name].shape == grad.shape else None
-        if theirs is None:  # of one GPU, which has all of it
+        if theirs is None:  # gradients of one GPU, which holds everything
             cut = divided[name].cut
             parts = [ours[1][name].narrow(cut.dim, start, stop - start) for start, stop in cut.ranges[rank]]
             theirs = torch.cat(parts, cut.dim)
@@ -77,7 +78,7 @@ def distances(ours: tuple, exact: tuple, divided: dict, rank: int) -> dict[str, 
 
 
 def every_model(mesh: Mesh) -> dict[str, tuple]:
-    """Distances from one GPU in fp32: of two in fp32, of one in bf16, of two in bf16."""
+    """Return errors against one GPU in fp32: two GPUs in fp32, one in bf16, two in bf16."""
     torch.set_float32_matmul_precision("highest")
     mesh, found = init_mesh(tensor_parallel=2), {}
     rank = mesh.coordinate("tp")
@@ -97,7 +98,7 @@ def test_outputs_and_every_gradient_are_those_of_one_gpu():
         for name, (exact, one, two) in rank.items():
             assert max(exact.values()) < 2e-4, (name, max(exact, key=exact.get), max(exact.values()))
             if name.startswith("EC-DiT"):
-                continue  # in bf16 other experts may choose a token
+                continue  # in bf16, other experts may choose a token
             for part, distance in two.items():
                 assert distance < 1.5 * one[part] + 1e-3, (name, part, distance, one[part])
 
@@ -109,7 +110,7 @@ def micro_batch(mesh: Mesh, step: int) -> MicroBatch:
 
 
 def curves(mesh: Mesh) -> list[tuple[str, list[float]]]:
-    """(what is said of CUDA graphs, losses): of one GPU, then of two that divide the layers under each plugin."""
+    """Return (the runner's note on CUDA graphs, losses) on one GPU, then on two GPUs with each plugin."""
     alone, two, found, config = mesh, init_mesh(tensor_parallel=2), [], CONFIGS["DiT"]
     values = {name: p.detach().cpu() for name, p in prepared(config, alone, torch.float32, False).named_parameters()}
     for plugin, graph, divided in (("ddp", False, False), *((p, p == "zero2", True) for p in ("ddp", "zero2", "fsdp"))):
@@ -135,8 +136,7 @@ def test_a_training_run_has_one_gpus_curve():
 
 
 def overlapped_against_blocking(mesh: Mesh) -> dict[str, tuple[float, float]]:
-    """Return for the output and every gradient of a block the distances from fp32: of overlapped and of blocking
-    products in bf16."""
+    """Return, for the output and gradients, the errors of overlapped and blocking products in bf16 against fp32."""
     mesh, config = init_mesh(tensor_parallel=2), replace(CONFIGS["DiT"], input_size=(96, 96))
     rank, found = mesh.coordinate("tp"), {}
     exact = gradients(prepared(config, mesh, torch.float32, False), mesh)
@@ -144,7 +144,7 @@ def overlapped_against_blocking(mesh: Mesh) -> dict[str, tuple[float, float]]:
         with mock.patch.object(tensor, "overlaps", tensor.overlaps if name == "overlapped" else lambda *_: False):
             model = prepared(config, mesh, torch.bfloat16, True)
             with mock.patch.object(tensor, "overlapped_row", wraps=tensor.overlapped_row) as rows:
-                for _ in range(3):  # buffers are used again
+                for _ in range(3):  # buffers are reused
                     here = gradients(model, mesh)
             assert (rows.call_count > 0) == (name == "overlapped")
         found[name] = distances(here, exact, divided_parameters(model), rank)

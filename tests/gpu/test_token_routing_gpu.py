@@ -1,4 +1,4 @@
-"""Routed blocks with kernels on a GPU against the same model in torch, and replayed from a CUDA graph."""
+"""Test routed blocks with kernels on a GPU against torch."""
 
 from dataclasses import replace
 
@@ -17,8 +17,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def compare(config, route, loss):
-    """Assert that kernels in bf16 are as near to the gradients in fp32 as torch in bf16. loss: a function of the model
-    and the dtype of its input."""
+    """Assert that gradients with kernels in bf16 are as near to fp32 as those of torch in bf16.
+
+    Args:
+        loss: function of the model and the dtype of its input.
+    """
     found = []
     for kernels, dtype in ((False, torch.float32), (False, torch.bfloat16), (True, torch.bfloat16)):
         model = randomised(build_model(config, 0)).place("cuda", dtype)

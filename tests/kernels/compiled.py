@@ -79,7 +79,8 @@ def forward_and_backward(
 ) -> None:
     """Run a fused operation and its backward pass.
 
-    Args:     frozen: True if only activations need gradients, as with LoRA.
+    Args:
+        frozen: True if only activations need gradients, as with LoRA.
     """
     op = OPERATORS[name]
     leaves, sample_of_row = make_inputs(op, 2, 256, width, dtype, lengths=lengths)

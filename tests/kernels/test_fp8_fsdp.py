@@ -22,7 +22,7 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.fsdp import Float8Shards, Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
-from tests.kernels import conftest  # (ranks must round as hardware does, too)
+from tests.kernels import conftest  # noqa: F401  (ranks must round as hardware does, too)
 from tests.kernels.test_kernels_in_models import with_vectors
 from tests.parallel.test_sequence import fresh, strategy
 from tests.ranks import run_ranks

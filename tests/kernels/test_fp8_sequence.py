@@ -12,7 +12,7 @@ from opendit.models.variants import STDiTConfig
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import products, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from tests.kernels import conftest  # (ranks must round as hardware does, too)
+from tests.kernels import conftest  # noqa: F401  (ranks must round as hardware does, too)
 from tests.kernels.test_kernels_in_models import with_vectors
 from tests.parallel.test_sequence import fresh, run, strategy, summed
 from tests.ranks import run_ranks

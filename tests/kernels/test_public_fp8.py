@@ -26,7 +26,7 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.fsdp import Sharding, float8_weights
 from opendit.parallel.rules import fits
 from opendit.sampling.sampling_engine import SamplingEngine
-from tests.kernels import conftest  # (ranks must round as hardware does, too)
+from tests.kernels import conftest  # noqa: F401  (ranks must round as hardware does, too)
 from tests.models.families.oracles import (
     COSMOS2,
     FLUX,
@@ -182,7 +182,7 @@ def test_output_and_gradients_are_near_fp32(family):
 
 @every_family
 def test_every_large_linear_layer_is_multiplied_in_float8(family, monkeypatch):
-    """The weights that are cast to e4m3, by their shape and by the plan, are those of all linear layers of tokens."""
+    """The weights cast to e4m3, and those that the plan lists, are those of all linear layers for tokens."""
     model = in_float8(model_of(family), ACTIVATIONS)
     cast, weights = fp8.cast, []
 
@@ -218,7 +218,7 @@ def test_a_parallel_block_computes_its_norm_once(monkeypatch):
 
 @every_family
 def test_sampling_is_near_and_keeps_its_weights(family, monkeypatch, bound: float = 0.06):
-    """Every row has a scale of its own, so that a sample does not depend on the others; weights are cast once."""
+    """Each row has its own scale, so a sample does not depend on the others in its batch. Weights are cast once."""
     model = model_of(family).eval().to(ACTIVATIONS)
     x, t, y = given(family, ACTIVATIONS, 2)
     objective = FlowObjective(3.0)

@@ -22,7 +22,7 @@ DEVICE, BOUND = "cpu", 3e-3
 
 
 def made(batch: int, heads: int, tokens: int, size: int, packed: bool, dtype=torch.float16) -> list[torch.Tensor]:
-    """Return q, k and v (B, H, N, d), either views of one packed tensor, or separate tensors in another memory order."""
+    """Return q, k and v (B, H, N, d): views of one packed tensor, or separate tensors in another memory order."""
     generator = torch.Generator().manual_seed(0)
     if packed:
         qkv = torch.randn(batch, tokens, 3, heads, size, generator=generator).to(DEVICE, dtype)

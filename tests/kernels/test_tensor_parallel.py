@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from opendit.kernels.operations import MODULATE, NORM, SPLIT, chosen
 from opendit.parallel.mesh import Mesh, init_mesh
-from tests.kernels import conftest  # (ranks need its interpreter patches, too)
+from tests.kernels import conftest  # noqa: F401  (ranks need its interpreter patches, too)
 from tests.parallel.tensor.models import MODELS
 from tests.parallel.tensor.test_layers import compare
 from tests.ranks import run_ranks

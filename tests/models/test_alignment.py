@@ -1,4 +1,4 @@
-"""Representation alignment: its term against numpy, what its gradient reaches, and tokens with and without a route."""
+"""Test representation alignment: its loss against numpy, which gradients it has, and routed tokens."""
 
 from dataclasses import replace
 

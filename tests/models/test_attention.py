@@ -1,4 +1,4 @@
-"""Grouped queries, rotary positions and QK-norm against loops over heads and tokens, in float64."""
+"""Test grouped queries, rotary positions and QK-norm against loops over heads and tokens, in float64."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ EXACT_TABLE = 1e-6  # rotations are rounded to fp32
 
 
 def randomised(module: torch.nn.Module) -> torch.nn.Module:
-    """Weights that make peaked softmaxes, norms that are not 1."""
+    """Randomise all parameters, so that softmaxes have peaks and norm weights are not 1."""
     for parameter in module.double().parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1)
     return module
@@ -54,7 +54,7 @@ def test_cross_attention(norm, bias):
 
 
 def test_scores_depend_on_distances_only():
-    """The relative-position property: moving query and key by the same (t, h, w) changes nothing."""
+    """Moving query and key by the same (t, h, w) changes nothing."""
     q, k = torch.randn(2, 1, 1, 1, 20, dtype=torch.float64)
 
     def score(at, to):
@@ -64,7 +64,7 @@ def test_scores_depend_on_distances_only():
 
     base = score((1, 2, 3), (4, 0, 5))
     assert score((11, 32, 8), (14, 30, 10)) == pytest.approx(base, abs=1e-5)
-    others = [score((1, 2, 3), to) for to in ((5, 0, 5), (4, 1, 5), (4, 0, 6))]  # each axis counts
+    others = [score((1, 2, 3), to) for to in ((5, 0, 5), (4, 1, 5), (4, 0, 6))]  # every axis matters
     assert all(abs(other - base) > 1e-3 for other in others)
     assert score((6, 6, 6), (6, 6, 6)) == pytest.approx((q * k).sum().item(), abs=1e-5)
 
@@ -96,7 +96,7 @@ def test_rms_norm_in_half_precision_keeps_its_dtype():
 
 
 def test_positions_are_of_coordinates_in_any_order():
-    """Packed sequences need this: a token's position does not depend on its neighbours."""
+    """Packed sequences need this: a token's position must not depend on its neighbours."""
     coordinates = grid_coordinates(3, 4, 5)
     order = torch.randperm(60)
     table = LearnedPositions((3, 4, 5), 24)
@@ -116,12 +116,13 @@ def test_positions_are_of_coordinates_in_any_order():
 )  # fmt: skip
 def test_pairs_of_a_head_are_shared_by_the_axes(head, axes, shares):
     assert rotary_shares(head, axes) == shares
-    table = rotary_table(torch.eye(axes).long(), head)  # token i is one step along axis i only
+    table = rotary_table(torch.eye(axes).long(), head)  # token i is one step along axis i
     for axis, row in enumerate(table):
         turned = (row[:, 1] != 0).nonzero().flatten().tolist()
         first = sum(shares[:axis])
         assert turned == list(range(first, first + shares[axis]))
-        assert row[first, 0].item() == pytest.approx(math.cos(1))  # the fastest of every axis: one radian a step
+        # the fastest pair of every axis turns by one radian per step
+        assert row[first, 0].item() == pytest.approx(math.cos(1))
 
 
 @pytest.mark.parametrize(("head", "axes"), [(7, 1), (9, 2), (2, 2), (4, 3)])

@@ -1,4 +1,4 @@
-"""The border of a block: only tensors cross it, so a stack may be cut at any, and nothing changes."""
+"""Test that a stack of blocks can be cut anywhere: outputs and gradients match the uncut model."""
 
 import weakref
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 
 def outcome(model: DiT, arguments: tuple, predict=None) -> list[Tensor]:
-    """Output and every parameter's gradient, the weights of the loss being random."""
+    """Return the output and all gradients, for a loss with random weights."""
     model.zero_grad()
     output = (predict or model)(*arguments)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
@@ -30,7 +30,7 @@ def outcome(model: DiT, arguments: tuple, predict=None) -> list[Tensor]:
 
 
 def cut(model: DiT) -> None:
-    """Hooks that do nothing on every block."""
+    """Add hooks to all blocks that do nothing but prevent fusion with the next block."""
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: None)
 
@@ -63,7 +63,7 @@ def test_wherever_a_stack_is_cut_nothing_changes(config):
 
     uncut = outcome(model, arguments)
     found = {"beforehand": outcome(model, arguments, beforehand)}
-    borders = () if config.input_size[0] == 1 else (0, 1, 2, 3)  # (a picture in a patch of two frames is repeated)
+    borders = () if config.input_size[0] == 1 else (0, 1, 2, 3)  # a picture in a patch of two frames must be repeated
     found |= {f"in two at {border}": outcome(model, arguments, in_two(border)) for border in borders}
     cut(model)
     assert all(map(is_cut, model.blocks))
@@ -79,7 +79,7 @@ WITH_KERNELS = [config for config in CONFIGS if config.kind in ("dit", "stdit", 
 
 @pytest.mark.parametrize("config", WITH_KERNELS, ids=[f"{c.kind}{CONFIGS.index(c)}" for c in WITH_KERNELS])
 def test_joined_operations_are_those_of_blocks_that_finish(config):
-    """An operation that is two, in torch: used at every border of an uncut stack, and with the same results."""
+    """Blocks of an uncut stack use the joined operation, with the same results; cut blocks do not."""
     borders = []
 
     def joined(h, gate, z, linear, *norm_and_modulation):
@@ -102,8 +102,10 @@ def test_joined_operations_are_those_of_blocks_that_finish(config):
 
 
 def test_a_block_that_has_begun_is_the_only_one_to_hold_its_input():
-    """Without gradients: neither the input of a block nor its first norm outlive their last use in it, and the hidden
-    layer of the block before is gone when it has begun (as measured by what is alive at each fc1)."""
+    """Without gradients, a block frees its input and its first norm after their last use.
+
+    The previous block's hidden layer must be freed too. Live tensors are counted at every fc1.
+    """
     made, alive = [], []
 
     def layernorm_modulate(x, shift, scale):
@@ -118,11 +120,11 @@ def test_a_block_that_has_begun_is_the_only_one_to_hold_its_input():
     model.use(ops=BlockOps(layernorm_modulate=layernorm_modulate, linear_gelu=linear_gelu))
     with torch.no_grad():
         model(torch.randn(3, 2, 4, 4), torch.tensor([1, 20, 300]), torch.tensor([0, 1, 3]))
-    assert alive == [2, 2, 2]  # what the MLP reads and what it is added to
+    assert alive == [2, 2, 2]  # the MLP's input and the residual
 
 
 def test_what_tells_that_a_block_is_cut_is_there():
-    """Private names of nn.Module."""
+    """is_cut uses private names of nn.Module."""
     module = nn.Linear(1, 1)
     assert not is_cut(module)
     hooks = (
@@ -141,8 +143,10 @@ def test_what_tells_that_a_block_is_cut_is_there():
 
 
 def sharded(mesh, configs: list) -> list[float]:
-    """The worst relative error of outputs and gradients with FSDP2 around the shard units of the plan, each rank having
-    samples of its own, against all samples in one process."""
+    """Return the worst relative errors with FSDP2 around the plan's shard units, against one process.
+
+    Each rank has other samples.
+    """
     found = []
     for config, reshard, checkpointed in configs:
         model, arguments = model_of(config), inputs(config, 4)

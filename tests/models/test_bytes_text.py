@@ -1,4 +1,4 @@
-"""The byte-level text encoder: ids, padding, and that it learns to read within seconds."""
+"""Test the byte-level text encoder: ids, padding, and that it learns to read within seconds."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_heads_fit_any_width(width, expected):
 
 
 def test_a_model_learns_what_captions_say():
-    """A pattern for each digit, a ramp for each direction from "a seven moving left": 100 steps, pooled vector only."""
+    """Train 100 steps on a pattern per digit and a ramp per direction, with captions like "a seven moving left"."""
     digits = "zero one two three four five six seven eight nine".split()
     directions = "up down left right".split()
     ids = encode_bytes([f"a {digit} moving {way}" for digit in digits for way in directions], 32)

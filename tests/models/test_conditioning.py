@@ -1,4 +1,4 @@
-"""Captions in a model: padding, cross-attention, the null condition, conditions as batches."""
+"""Test captions in a model: padding, cross-attention, the null condition, and conditions as batches."""
 
 from dataclasses import replace
 
@@ -71,10 +71,10 @@ def test_the_pooled_vector_alone_conditions_without_cross_attention():
 
 
 def test_cross_attention_starts_as_nothing():
-    """A new model's blocks are those of the same model without cross-attention, and can leave that."""
+    """A new model's cross-attention adds nothing, but has gradients."""
     model = build_model(IMAGE)
     without = build_model(DiTConfig((8, 8), 2, 3, 32, 2, 2, text=TextConfig("t5", 20, 9)))
-    for one in (model, without):  # not the zero-initialised output of the cross-attention
+    for one in (model, without):  # except the zero-initialised output of the cross-attention
         generator = torch.Generator().manual_seed(0)
         for name, parameter in one.named_parameters():
             if "adaLN" in name or name.startswith("final_layer"):
@@ -100,7 +100,7 @@ def test_masked_attention_closed_form(n, m):
 
 
 def test_the_mask_is_not_spread_over_the_queries(monkeypatch):
-    """No N x M tensor is made here: the mask reaches torch as (B, 1, 1, M)."""
+    """The mask reaches torch as (B, 1, 1, M), so no N x M tensor is created."""
     import torch.nn.functional as F
 
     seen = []
@@ -111,7 +111,7 @@ def test_the_mask_is_not_spread_over_the_queries(monkeypatch):
 
 
 def test_the_size_of_an_encoders_output_does_not_matter():
-    """CLIP's and T5's outputs differ by orders of magnitude."""
+    """Outputs of CLIP and T5 differ by orders of magnitude."""
     embedder, y = CaptionEmbedder(TEXT, 32).double(), text_batch(3, 9, 20, (1, 4, 9))
     small, large = TextCondition(*y), TextCondition(y[0] * 1000, y[1], y[2] * 1000)
     (a, (tokens_a, _)), (b, (tokens_b, _)) = embedder(small), embedder(large)
@@ -182,7 +182,7 @@ def test_weights_of_other_text_models_are_refused(tmp_path):
 
 
 def test_half_precision_does_not_round_the_scale_of_guidance():
-    """It is multiplied by 1000 and embedded as times are."""
+    """The scale is multiplied by 1000 and embedded like timesteps, so it stays in fp32."""
     scale = torch.tensor([1.47, 3.6])
     y = TextCondition(torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool), torch.randn(2, 4), scale)
     halved = y.to("cpu", torch.bfloat16)

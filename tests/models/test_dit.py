@@ -1,4 +1,4 @@
-"""DiT against an independent implementation, Meta's parameter names, and bad configurations."""
+"""Test DiT against an independent implementation, Meta's parameter names, and errors for bad configurations."""
 
 import argparse
 import weakref
@@ -15,7 +15,7 @@ from opendit.models.layers import PLAIN, TORCH_OPS, BlockOps, Options, modulatio
 from opendit.models.positions import sincos_position_table
 from opendit.models.zoo import model_config
 
-# The keys of Meta's DiT-XL-2-256x256.pt, one block of them.
+# The keys of Meta's DiT-XL-2-256x256.pt, with those of one block.
 META_TOP = """
     pos_embed x_embedder.proj.weight x_embedder.proj.bias t_embedder.mlp.0.weight t_embedder.mlp.0.bias
     t_embedder.mlp.2.weight t_embedder.mlp.2.bias y_embedder.embedding_table.weight final_layer.linear.weight
@@ -28,7 +28,7 @@ META_BLOCK = """
 
 
 def randomised(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Zero-initialised layers get random weights: parity tests must not compare zeros with zeros."""
+    """Randomise zero-initialised layers, so that comparisons do not compare zeros with zeros."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if not parameter.any():
@@ -64,11 +64,11 @@ def test_output_and_every_gradient_equal_the_independent_model(size, patch, chan
         (output * weights).sum().backward()
         results.append((output, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
     (a, grads_a), (b, grads_b) = results
-    # The timestep sinusoids are fp32 in both, by design.
+    # Both compute the timestep sinusoids in fp32.
     assert (a - b).norm() / b.norm() < 1e-9 and b.std() > 0.05
     assert grads_a.keys() == grads_b.keys()
     for name in grads_b:
-        if name.endswith("qkv.bias"):  # the keys' part is zero but for rounding
+        if name.endswith("qkv.bias"):  # the part for the keys is only rounding error
             assert torch.allclose(grads_a[name], grads_b[name], atol=1e-9 * grads_b[name].norm().item())
         else:
             assert grads_b[name].norm() > 0
@@ -90,8 +90,7 @@ def test_gradient_checkpointing_changes_nothing():
 
 @pytest.mark.parametrize("checkpointed", (False, True))
 def test_blocks_are_joined_with_the_next(checkpointed):
-    """An operation that is two, in torch: as often as there are neighbours, with the same results; recomputed blocks
-    are whole."""
+    """A fused residual and norm is used between blocks, with the same results. Recomputed blocks are not fused."""
     calls = []
 
     def joined(x, gate, z, linear, shift, scale):
@@ -132,7 +131,7 @@ def test_a_hidden_layer_is_not_held_by_the_next_block():
 
 
 def test_meta_keys_load_strictly_into_dit_s_2(tmp_path):
-    """Meta's parameter list, into DiT-S/2, from a release file and from a training checkpoint."""
+    """A DiT-S/2 loads Meta's parameters from a release file and from a training checkpoint."""
     config = model_config("DiT-S/2", input_size=(32, 32), in_channels=4, num_classes=1000)
     model = DiT(config)
     keys = set(META_TOP) | {f"blocks.{i}.{key}" for i in range(12) for key in META_BLOCK}
@@ -198,13 +197,13 @@ def test_names_and_sizes_that_do_not_exist():
 
 
 def test_published_sizes():
-    """Parameter counts of the paper's models (with 1000 classes, 256 px latents) and XL/2's FLOPs."""
+    """Compare with the paper's parameter counts, for 1000 classes and 256 px, and with the FLOPs of XL/2."""
     published = {"DiT-S/2": 33.0, "DiT-B/2": 130.5, "DiT-L/2": 458.1, "DiT-XL/2": 675.1}
     for name, millions in published.items():
         config = model_config(name, input_size=(32, 32), in_channels=4, num_classes=1000)
         table = config.tokens * config.hidden_size  # the paper counts the fixed position table
         assert (config.parameters() + table) / 1e6 == pytest.approx(millions, abs=0.35)
-    # the paper: 118.6 Gflops, counting a multiply-add as one
+    # the paper gives 118.6 Gflops and counts a multiply-add as one
     assert config.forward_flops() / 2e9 == pytest.approx(118.6, abs=0.1)
 
 
@@ -229,7 +228,7 @@ def test_timestep_embedding_closed_form():
 
 
 def test_timesteps_are_not_rounded_by_half_precision_weights():
-    """999 and 998 are one number in bf16; their embeddings must differ."""
+    """In bf16, 999 and 998 are the same number, but their embeddings must differ."""
     config = DiTConfig((4, 4), 2, 2, 32, 1, 2, num_classes=3)
     embedder = randomised(DiT(config)).bfloat16().t_embedder
     a, b = embedder(torch.tensor([998.0, 999.0]))

@@ -1,4 +1,4 @@
-"""Expert-choice routing against a loop over samples and experts."""
+"""Test expert-choice routing against a loop over samples and experts."""
 
 import math
 from decimal import Decimal
@@ -15,7 +15,7 @@ from tests.models.test_attention import randomised
 
 
 def reference(mlp: ExpertMlp, y: torch.Tensor, capacity: float) -> torch.Tensor:
-    """The experts' part for y (B, N, D)."""
+    """Return the experts' output for y (B, N, D)."""
     samples = []
     for tokens in y:
         affinity = torch.exp(tokens @ mlp.router.weight.T)
@@ -87,7 +87,7 @@ def test_half_precision_routes_as_fp32_does():
 @example(100, 10, 110, 2)
 @example(1, 1, 3, 1)
 def test_places_are_counted_exactly(tokens, experts, digits, point):
-    """The least k with k * experts >= capacity * tokens, by whole numbers, of a capacity written in decimals."""
+    """The number of tokens is the least k with k * experts >= capacity * tokens, in exact decimal arithmetic."""
     k = chosen_tokens(tokens, experts, digits / 10**point)
     assert 1 <= k <= tokens
     assert k == tokens or k * experts * 10**point >= digits * tokens

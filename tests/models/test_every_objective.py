@@ -1,4 +1,4 @@
-"""Every architecture with every objective: all parameters learn, and every sampler draws with guidance."""
+"""Test every architecture with every objective: all parameters learn, and every sampler draws with guidance."""
 
 from dataclasses import replace
 
@@ -28,12 +28,12 @@ ARCHITECTURES = {
     "EC-DiT": ECDiTConfig(**PICTURE, num_classes=5, **EXPERTS),
 }
 INDEX = torch.arange(3)
-INTERVAL = (0.3, 5.0)  # of three steps, every sampler makes some within and some outside
+INTERVAL = (0.3, 5.0)  # with three steps, every sampler has some inside and some outside
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """On a busy machine threads wait for each other many times longer than such small products take."""
+    """Use one thread: on a busy machine, waiting for threads takes longer than these small products."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def one_thread():
 
 @pytest.fixture(params=[(o, a) for a in ARCHITECTURES for o in OBJECTIVES], ids=" by ".join)
 def crossed(request):
-    """An objective, a model for it, latents, conditions of them and the null one."""
+    """Return an objective, a model for it, latents, their conditions, and the null condition."""
     objective, config = OBJECTIVES[request.param[0]], ARCHITECTURES[request.param[1]]
     model = model_of(replace(config, learn_sigma=objective.learn_sigma)).float()
     x0, _, y = inputs(model.config, dtype=torch.float32)
@@ -72,4 +72,4 @@ def test_every_sampler_draws_guided_in_and_out_of_an_interval(crossed):
         for drawn, other in ((everywhere, partly), (partly, nowhere), (nowhere, everywhere)):
             assert drawn.shape == x0.shape and drawn.dtype == torch.float32 and drawn.isfinite().all(), sampler
             apart = (drawn - other).flatten(1).norm(dim=1) / other.flatten(1).norm(dim=1)
-            assert apart.min() > 1e-4, (sampler, apart)  # of every sample; rounding is 1e-6
+            assert apart.min() > 1e-4, (sampler, apart)  # for every sample; rounding error is 1e-6

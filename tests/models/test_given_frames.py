@@ -1,4 +1,4 @@
-"""Given frames in the network: what is embedded, where they can be, and starting from weights without them."""
+"""Test given frames in the network: how they are embedded, and loading weights of models without them."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_the_mask_and_the_given_latents_by_hand():
 
 
 def test_patches_are_cut_out_of_noisy_latents_mask_and_given_frames():
-    """Against the convolution that a patch embedding is."""
+    """Compare with a convolution, because a patch embedding is one."""
     model, (x, given, *_) = made(GIVEN), inputs()
     layer = model.x_embedder.proj
     assert layer.weight.shape == (24, 3 + 1 + 3, 2, 2, 2)
@@ -109,13 +109,13 @@ def test_other_forms_are_refused():
 
 
 def test_a_model_without_becomes_one_with_that_draws_the_same_at_first():
-    """The new filters are zero: whatever is given, the output is the old model's."""
+    """The new filters are zero, so the output is the old model's for any given frames."""
     old, new, (x, given, _, t, y) = made(CLIP), made(GIVEN, seed=1), inputs()
     start = taken_over(new, Weights(old.state_dict(), None, {}), CLIP)
     torch.testing.assert_close(new(with_given(x, given), t, y), old(x, t, y))
     assert list(start.resized) == ["x_embedder.proj.weight"] and not start.new and not start.left_out
     assert "x_embedder (of given frames, which begin at zero)" in "\n".join(start.describe())
-    assert start.untrained == ["x_embedder.proj.weight"]  # which LoRA trains whole
+    assert start.untrained == ["x_embedder.proj.weight"]  # LoRA trains it fully
 
 
 def test_and_back_and_from_pictures():

@@ -1,5 +1,7 @@
-"""Initial values: the generator against Philox in Python's integers, distributions against their closed forms and
-against torch's own initialisation, and that a value depends on seed, name and position alone."""
+"""Test initial values: the generator, the distributions, and that values depend only on seed, name and position.
+
+The references are Philox in Python integers, closed forms, and torch's own initialisation.
+"""
 
 import math
 import re
@@ -46,7 +48,10 @@ def values(distribution: Distribution, seed=1, name=NAME, shape=SHAPE, start=0, 
 
 
 def philox(counter: int, key: int) -> list[int]:
-    """Philox-4x64-10 (Salmon et al. 2011, fig. 2 and table 2): four words of a 256-bit counter, a 128-bit key."""
+    """Return four words of Philox-4x64-10 (Salmon et al. 2011, fig. 2 and table 2).
+
+    The counter has 256 bits and the key 128.
+    """
     x, (k0, k1) = [counter >> 64 * i & MASK for i in range(4)], (key & MASK, key >> 64)
     for _ in range(10):
         p0, p1 = 0xD2E7470EE14C6C93 * x[0], 0xCA5A826395121157 * x[2]
@@ -56,7 +61,7 @@ def philox(counter: int, key: int) -> list[int]:
 
 
 def test_the_reference_has_the_published_answer():
-    """Random123's known answers, kat_vectors: philox4x64, 10 rounds, counter and key zero."""
+    """Compare with Random123's known answer in kat_vectors: philox4x64, 10 rounds, counter and key zero."""
     assert philox(0, 0) == [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
 
 
@@ -68,7 +73,7 @@ def test_words_are_philox_s(block):
 
 
 def test_values_are_functions_of_the_words(monkeypatch):
-    """Element by element, from the formulas, in Python's floats."""
+    """Compare each element with the formulas in Python floats."""
     keys, words_of = [], initialization.random_words
     monkeypatch.setattr(initialization, "random_words", lambda key, *place: keys.append(key) or words_of(key, *place))
     start = 5 * GRID + 3
@@ -86,7 +91,7 @@ def test_values_are_functions_of_the_words(monkeypatch):
 
 
 def test_values_of_a_seed_never_change():
-    """Those of today, once and for all: another machine, another NumPy and another OpenDiT draw the same."""
+    """Another machine, NumPy or OpenDiT version must draw the same values."""
     assert values(XavierUniform(), count=4).tolist() == pytest.approx(UNIFORM, rel=1e-7)
     assert values(Normal(0.02), count=4).tolist() == pytest.approx(NORMAL, rel=1e-6)
 
@@ -108,7 +113,7 @@ KINDS = {
 
 @pytest.mark.parametrize(("distribution", "shape", "exact"), KINDS.values(), ids=KINDS)
 def test_distributions_by_their_closed_forms(distribution, shape, exact):
-    """Mean and standard deviation within five standard errors, bounds, and Kolmogorov and Smirnov's test."""
+    """Check bounds, mean and standard deviation within five standard errors, and a Kolmogorov-Smirnov test."""
     found = values(distribution, shape=shape).double()
     if not hasattr(exact, "cdf"):
         assert found.abs().max() < exact and found.abs().max() > exact * (1 - 20 / len(found))
@@ -147,7 +152,7 @@ def test_names_seeds_and_positions_are_independent(distribution):
 
 @pytest.mark.parametrize("distribution", [Normal(1), XavierUniform()])
 def test_any_range_is_a_part_of_the_whole(distribution, monkeypatch):
-    """Bit for bit, across the grid, the chunks of threads and their numbers."""
+    """The bits do not depend on the range, the chunks or the number of threads."""
     shape = (5, CHUNK // 2 - 11)
     whole = values(distribution, shape=shape)
 
@@ -172,7 +177,7 @@ def expression(pattern: str) -> str:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_parameter_has_one_distribution(name):
     with torch.device("meta"):
-        model = build_model(replace(CONFIGS[name], depth=2))  # all blocks of a model are alike
+        model = build_model(replace(CONFIGS[name], depth=2))  # all blocks of a model are equal
     patterns = model.initial_distributions()
     for parameter, _ in model.named_parameters():
         fitting = [patterns[pattern] for pattern in patterns if re.fullmatch(expression(pattern), parameter)]
@@ -237,7 +242,7 @@ def test_layers_of_one_shape_are_different(config):
 
 @every_config
 def test_distributions_are_those_of_torch_s_initialisation(config):
-    """Parameter by parameter, Kolmogorov and Smirnov's test of two samples; constants are the same constants."""
+    """Compare every parameter in a two-sample Kolmogorov-Smirnov test. Constants must be equal."""
     torch.manual_seed(0)
     ours, theirs = build_model(config, seed=1), build_model(config, seed=2)
     initialize_as_torch(theirs)
@@ -253,7 +258,7 @@ def test_distributions_are_those_of_torch_s_initialisation(config):
 
 @torch.no_grad()
 def initialize_as_torch(model) -> None:
-    """Meta's initialisation by torch.nn.init, module by module."""
+    """Apply Meta's initialisation with torch.nn.init, module by module."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)

@@ -1,4 +1,4 @@
-"""The tensors that a block of every architecture keeps for its backward pass, against opendit.training.memory."""
+"""Test the memory that each architecture's blocks save for the backward pass against opendit.training.memory."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ CASES = [
 def test_units(config):
     model, arguments = randomised(build_model(config)), inputs(config, 3, torch.float32)
     kept = kept_bytes(lambda: model(*arguments))
-    model.blocks = torch.nn.ModuleList()  # all that is outside of blocks
+    model.blocks = torch.nn.ModuleList()  # what remains is outside the blocks
     kept -= kept_bytes(lambda: model(*arguments))
     unit = 3 * config.tokens * config.hidden_size * 4
     small = 4 * 3 * config.tokens * (4 + config.num_heads) + 4 * 3 * (config.modulation_width + config.hidden_size)

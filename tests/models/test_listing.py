@@ -1,4 +1,4 @@
-"""python -m opendit.models."""
+"""Test python -m opendit.models."""
 
 import pytest
 

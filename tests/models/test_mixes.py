@@ -1,5 +1,7 @@
-"""Every mix of norm, MLP, positions and normalised queries and keys, on DiT and vDiT, against a network written down
-again in plain float64; and what carries a mix or refuses it."""
+"""Test every mix of norm, MLP, positions and QK-norm in DiT and vDiT against a plain float64 network.
+
+Also test checkpoints with mixes, and errors for unsupported ones.
+"""
 
 import itertools
 import json
@@ -19,7 +21,8 @@ from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model, config_from_dict, model_config
 
 D, HEADS, DEPTH, HIDDEN, CLASSES, L, WIDTH = 24, 2, 2, 36, 3, 4, 8
-SIZES = {2: ((4, 6), (2, 2)), 3: ((3, 4, 2), (1, 2, 2))}  # latents and patches: all axes of the grid differ
+# latents and patches, with a different grid size for every axis
+SIZES = {2: ((4, 6), (2, 2)), 3: ((3, 4, 2), (1, 2, 2))}
 MIXES = list(itertools.product(("layer", "rms"), ("gelu", "swiglu"), ("sincos", "learned", "rope"), (False, True)))
 
 
@@ -41,7 +44,7 @@ def inputs(axes: int, captions: bool):
     return x, torch.tensor([1, 3]), (TextCondition(tokens, mask, tokens[:, 1]) if captions else torch.tensor([0, 3]))
 
 
-# ------------------------------------------------------------------------------------- the network, written down again
+# ------------------------------------------------------------------------------------------------- the plain reference
 
 
 def linear(P: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ def series(count: int) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Tables are kept in fp32."""
+    """Round as a table that is kept in fp32."""
     return x.float().double()
 
 
@@ -76,14 +79,14 @@ def sincos(at: Tensor, channels: int) -> Tensor:
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Pairs of channels (2 i, 2 i + 1) of x (B, N, H, d) as complex numbers, turned by angles (N, d / 2)."""
+    """Rotate pairs of channels (2 i, 2 i + 1) of x (B, N, H, d), as complex numbers, by angles (N, d / 2)."""
     turn = torch.complex(rounded(angles.cos()), rounded(angles.sin()))[:, None]
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn
     return torch.view_as_real(turned).flatten(-2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """q, k, v (B, N, H, d) to (B, N, D)."""
+    """Return attention (B, N, D) for q, k, v (B, N, H, d)."""
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], -math.inf)
@@ -91,7 +94,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def network(P: dict[str, Tensor], x: Tensor, t: Tensor, y, norm: str, mlp: str, positions: str, qk_norm: bool):
-    """x (B, C, ...), t (B,), y: labels, or captions' (tokens, mask, pooled)."""
+    """Compute the network for x (B, C, ...), t (B,) and y: labels, or (tokens, mask, pooled) of captions."""
     axes = x.dim() - 2
     patch = SIZES[axes][1]
     grid = [side // p for side, p in zip(x.shape[2:], patch, strict=True)]
@@ -198,7 +201,7 @@ def test_a_mix_travels_with_its_weights(tmp_path):
 
 
 def test_what_a_kind_has_of_its_own_is_not_written():
-    """So files of models that are not mixed are what they were, and older files are read as what they are."""
+    """Defaults of a kind are not written to files, so older files keep their meaning."""
     for name, own in (("DiT-Ti/2", ("layer", "gelu")), ("MovieGen-Ti/2", ("rms", "swiglu"))):
         config = model_config(name, input_size=(8, 8), in_channels=2, num_classes=3)
         assert (config.norm, config.mlp) == own and not config.exchanged

@@ -1,4 +1,4 @@
-"""MovieGen's block against Llama's formulas, written down again."""
+"""Test MovieGen's block against Llama's formulas."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The models by name: published sizes in closed form, names that there are not, and what can't be combined."""
+"""Test models by name: published sizes in closed form, unknown names, and options that can't be combined."""
 
 import json
 
@@ -30,7 +30,8 @@ def attention(d, kv=None):
     return 2 * d * d + 2 * d * (kv or d)
 
 
-# Weights of matrices alone, in closed form: NeMo's sizes, class-conditional; per block, modulation included.
+# The number of weights in matrices, in closed form, for class-conditional models with NeMo's sizes. Modulation is
+# counted in every block.
 PUBLISHED = {
     "DiT-7B/2": (32, attention(3072) + 8 * 3072**2 + 6 * 3072**2),
     "DiT-28B/2": (32, attention(6144) + 8 * 6144**2 + 6 * 6144**2),
@@ -54,8 +55,8 @@ def test_published_sizes_in_closed_form(name):
     assert sum(p.numel() for p in blocks.parameters() if p.dim() > 1) == depth * block
 
 
-# Width, depth, heads, heads of keys and values, width of the MLP: DiT's of Peebles & Xie, table 1; 7B, 28B and MovieGen
-# NeMo's; EC-DiT, ST-DiT and Ti our own.
+# Width, depth, heads, key and value heads, width of the MLP. The sizes of DiT are from Peebles & Xie, table 1, those of
+# 7B, 28B and MovieGen from NeMo; EC-DiT, ST-DiT and Ti are our own.
 SHAPES = {
     "DiT-Ti/2": (128, 4, 4, 4, 512), "DiT-S/2": (384, 12, 6, 6, 1536), "DiT-B/4": (768, 12, 12, 12, 3072),
     "DiT-L/2": (1024, 24, 16, 16, 4096), "DiT-XL/2": (1152, 28, 16, 16, 4608), "vDiT-XL/222": (1152, 28, 16, 16, 4608),
@@ -99,7 +100,7 @@ def test_every_size_is_pinned():
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("MovieGen")])
 def test_all_of_moviegen_in_closed_form(name):
-    """Weights and work of a class-conditional model of 16 x 32 x 32 latents of 4 channels: 16 x 16 x 16 tokens."""
+    """Compare weights and FLOPs of a class-conditional model for 16 x 32 x 32 latents of 4 channels."""
     d, depth, heads, kv, hidden = SHAPES[name]
     shared, n = kv * d // heads, 16**3
     block = 2 * d * d + 2 * d * shared + 3 * d * hidden + 6 * d * d
@@ -121,7 +122,7 @@ def test_adaln_lora_in_closed_form(rank):
 
 
 def test_revision_1_of_named_models():
-    """Revision 1 has as many heads of keys and values as of queries, except in 30B and Ti."""
+    """In revision 1, all sizes except 30B and Ti have as many key and value heads as query heads."""
     for name, kv in (("MovieGen-1B/122", None), ("MovieGen-5B/122", None), ("MovieGen-30B/122", 8)):
         config = build(name, num_classes=3, revision=1)
         assert (config.revision, config.kv_heads, config.positions_in_blocks) == (1, kv, False)

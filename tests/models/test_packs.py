@@ -1,4 +1,4 @@
-"""Models on packs: every sample as if it were alone."""
+"""Test models on packs: each sample gives the same output and gradients as alone."""
 
 import functools
 from dataclasses import replace
@@ -49,7 +49,7 @@ def made(name: str):
 def test_a_pack_is_its_samples_one_by_one(name):
     model, given = made(name)
     wanted, found = given.one_by_one(model), given.packed(model, padding=5)
-    # Positions and times are fp32, whatever the weights.
+    # Positions and times are fp32 for all weight dtypes.
     assert_same(found, wanted, 1e-6)
     gradients = given.gradients(model, wanted)
     assert all(gradient.any() for gradient in gradients.values())
@@ -78,7 +78,7 @@ def test_routed_blocks_see_the_same_tokens_as_without_packs(name):
 
 @pytest.mark.parametrize("cut", (False, True))
 def test_blocks_that_are_cut_or_recomputed(cut):
-    """By shard units' hooks or --grad_checkpoint, with the modulation made in the block."""
+    """Blocks are cut by hooks of shard units or by --grad_checkpoint, and may compute their modulation."""
     model, given = made("vDiT, captions")
     wanted = given.gradients(model, given.one_by_one(model))
     hooks = [block.register_forward_pre_hook(lambda *_: None) for block in model.blocks] if cut else []
@@ -99,7 +99,7 @@ def test_what_lora_adds():
     wanted, found = given.one_by_one(model), given.packed(model, padding=5)
     assert_same(found, wanted, 1e-6)
     gradients = given.gradients(model, wanted, trained=True)
-    assert len(gradients) == 2 * 2 * 7  # of two matrices in two blocks: qkv, proj; q, kv, proj; fc1, fc2
+    assert len(gradients) == 2 * 2 * 7  # two matrices each in two blocks: qkv, proj; q, kv, proj; fc1, fc2
     assert_same(given.gradients(model, found, trained=True), gradients, 1e-6)
 
 
@@ -108,7 +108,7 @@ def test_nothing_comes_out_of_padding():
     clean, full = (given.packed(model, padding=7, garbage=value) for value in (0.0, 50.0))
     assert all(torch.equal(a, b) for a, b in zip(clean, full, strict=True))
     wanted = given.gradients(model, clean)
-    assert_same(given.gradients(model, full), wanted, 1e-12)  # padding has no gradient at all
+    assert_same(given.gradients(model, full), wanted, 1e-12)  # padding has no gradient
 
 
 def test_segments_do_not_see_each_other():
@@ -137,7 +137,7 @@ def test_attention_is_one_call_a_run():
 
 
 def test_attention_written_out():
-    """Compare with one product of all tokens with all, masked to their own segments; padding gets zeros."""
+    """Compare with attention over all tokens and a mask for segments. Padding gets zeros."""
     segments = Segments(((1, 3, 2), (1, 3, 2), (2, 1, 1), (1, 1, 1)), 18)
     packed, generator = segments.place(torch.device("cpu")), torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 18, 4, dtype=torch.float64, generator=generator).unbind()
@@ -152,7 +152,7 @@ def test_attention_written_out():
 
 
 class Varlen:
-    """A kernel for unequal lengths, segment by segment; it takes what is shorter than 10 tokens."""
+    """A kernel for unequal lengths that takes runs shorter than 10 tokens."""
 
     def __init__(self):
         self.calls = []

@@ -1,4 +1,4 @@
-"""Patterns of names."""
+"""Test patterns of parameter names."""
 
 import pytest
 

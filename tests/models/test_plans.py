@@ -1,5 +1,4 @@
-"""Plans: their terms give the numbers that were known before there were plans, and a new architecture needs its model,
-its plan and a line in the zoo."""
+"""Test plans: estimates match recorded ones, and a new architecture needs a model, a plan and a line in the zoo."""
 
 import json
 from dataclasses import dataclass, replace
@@ -27,11 +26,11 @@ RECORDED = json.loads(recorded_estimates.RECORDED.read_text())
 
 
 def test_estimates_are_what_they_were():
-    """Activations of every model in every setup, totals and FLOPs, as recorded before they were sums. Since then blocks
-    that are recomputed are given their modulation, and keep it: in half precision 2 bytes a number and sample. And
-    ST-DiT's weights in float8 are counted of all its attentions, not of one. Those of qk_norm were recorded again when
-    one kernel began to normalise and rotate. DiT-S/4's total is at the end of the backward pass, where the activations
-    of a block count since then."""
+    """Compare activations, totals and FLOPs of every model with recorded values.
+
+    Two corrections were made since: recomputed blocks keep their modulation, with 2 bytes per number and sample in half
+    precision; and all of ST-DiT's attentions count for weights in float8.
+    """
     configs = recorded_estimates.configs()
     assert set(configs) == set(RECORDED) and len(configs) > 150
     for name, config in configs.items():
@@ -50,7 +49,7 @@ def test_estimates_are_what_they_were():
 
 
 def test_terms_of_a_dit_s_block_are_those_of_the_list():
-    """The list in opendit/kernels/recompute.py, part by part."""
+    """The terms match the list in opendit/kernels/recompute.py."""
     config = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=3)
     parts = {term.part: term.kept(config, Execution()).units for term in plan_of(config).memory}
     parts = {part: units for part, units in parts.items() if units}
@@ -61,7 +60,8 @@ def test_amounts_add_up_scale_by_scale():
     assert Kept(1, 2, 3, 4) + Kept(10, 20, 30, 40) == Kept(11, 22, 33, 44)
 
 
-# ------------------------------------------------------------- an architecture of the test's own: model, plan, zoo line
+# ------------------------------------------------------------------------------ a new architecture: model, plan, zoo
+# line
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ThreefoldConfig(DiTConfig):
 
 
 class ThreefoldMlp(Mlp):
-    """fc2(a * b * c) with a, b, c the thirds of fc1."""
+    """fc2(a * b * c), where a, b and c are the thirds of fc1's output."""
 
     branches: ClassVar[int] = 3
 
@@ -115,7 +115,7 @@ def test_a_new_architecture_has_work_and_memory(threefold):
 
     setup, arguments = Setup(precision="fp32", fused=False), inputs(threefold, 4, torch.float32)
     kept = kept_bytes(lambda: model(*arguments))
-    model.blocks = torch.nn.ModuleList()  # all that is outside of blocks
+    model.blocks = torch.nn.ModuleList()  # what remains is outside the blocks
     kept -= kept_bytes(lambda: model(*arguments))
     unit = 4 * threefold.tokens * threefold.hidden_size * 4
     backward = 5 + 5 / 4 * (2 - 4)

@@ -1,4 +1,4 @@
-"""A configuration without a revision keeps its old meaning, and so do runs that resume from it."""
+"""Test that a configuration without a revision keeps its old meaning, also in a resumed run."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ def test_a_file_without_a_revision_means_what_it_meant(name):
     now = record(then["config"])
     assert "revision" not in then["config"] and now["parameters"] == then["parameters"]
     assert (now["weights"], now["flops"]) == (then["weights"], then["flops"])
-    # What differs between processors: fp32's exp in the frequencies of timesteps, which 800 of them make 1e-4 of.
+    # Processors differ in fp32's exp, used for timestep frequencies; for t = 800, the difference is about 1e-4.
     torch.testing.assert_close(torch.tensor(now["output"]), torch.tensor(then["output"]), rtol=0, atol=2e-3)
 
 
@@ -40,10 +40,11 @@ def test_the_second_revision_is_another_model(name):
 
 
 def test_moviegen_adds_its_positions_before_every_block():
-    """The model, its parts put together again one after the other."""
+    """Compare with the model's parts, called one after the other."""
     config = MovieGenConfig((2, 4, 6), (1, 2, 2), 3, 24, 3, 4, num_classes=5, mlp_ratio=2.0, kv_heads=2)
     model = randomised(MovieGen(config)).double()
-    x, t, y = torch.randn(2, 3, 2, 4, 4).double(), torch.tensor([3, 900]), torch.tensor([0, 5])  # narrower than learned
+    # smaller than the learned positions' size
+    x, t, y = torch.randn(2, 3, 2, 4, 4).double(), torch.tensor([3, 900]), torch.tensor([0, 5])
     tables = [table.weight for table in model.learned_positions.axes]
     places = [(f, r, c) for f in range(2) for r in range(2) for c in range(2)]
     positions = torch.stack([tables[0][f] + tables[1][r] + tables[2][c] for f, r, c in places])
@@ -83,7 +84,7 @@ def bits(run: Path) -> dict:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_an_old_run_goes_on_as_it_was(model, tmp_path, no_ranks, monkeypatch, capsys):
-    """A run of a program that knew no revisions, resumed by this one with the same command, bit for bit."""
+    """A run from before revisions, resumed with the same command, keeps the same bits."""
 
     def before_revisions(config) -> dict:
         return {k: v for k, v in to_dict(config).items() if k not in ("revision", "null_class")}
@@ -101,7 +102,7 @@ def test_an_old_run_goes_on_as_it_was(model, tmp_path, no_ranks, monkeypatch, ca
     assert bits(parts) == bits(whole)
     assert read_config((parts / "checkpoints" / "latest").resolve() / f"{MODEL_SET}.safetensors") == stored
 
-    new = train_on(model, tmp_path / "new", 1)  # another model by the same flags
+    new = train_on(model, tmp_path / "new", 1)  # the same flags give another model
     assert read_config((new / "checkpoints" / "latest").resolve() / f"{MODEL_SET}.safetensors").revision == 2
     tuned = train_on(model, tmp_path / "tuned", 1, "--pretrained", str(parts))
     assert read_config((tuned / "checkpoints" / "latest").resolve() / f"{MODEL_SET}.safetensors") == stored

@@ -1,4 +1,4 @@
-"""Segments of a pack: where they lie, in runs, in one rank's part, and their patches."""
+"""Test the segments of a pack: positions, runs of equal length, the part of a rank, and patches."""
 
 import itertools
 import math
@@ -24,13 +24,13 @@ grids = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 
 @st.composite
 def packs(draw) -> Segments:
     found = tuple(draw(grids))
-    if draw(st.booleans()):  # as plans have them
+    if draw(st.booleans()):  # sorted as in plans
         found = tuple(sorted(found, key=math.prod, reverse=True))
     return Segments(found, sum(map(math.prod, found)) + draw(st.integers(0, 7)))
 
 
 def owners(segments: Segments) -> list[tuple[int, tuple[int, int, int]] | None]:
-    """Return (segment, place in its grid) of each token, or None for padding, listed one by one."""
+    """Return (segment, place in its grid) for each token, or None for padding."""
     found = []
     for number, (frames, height, width) in enumerate(segments.grids):
         places = itertools.product(range(frames), range(height), range(width))

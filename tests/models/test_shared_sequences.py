@@ -1,4 +1,4 @@
-"""Options of the blocks with the tokens of a sample shared between ranks: results and every gradient of one process."""
+"""Test block options with sequence parallelism against one process: outputs and all gradients."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ CASES = [
     (2, "ring", replace(IMAGE, **NORMED), None, 2, True),
     (2, "ring", replace(VIDEO, num_heads=6, **NORMED), (2, 4, 6), 1, False),
     (2, "ring", replace(MOVIE, num_heads=6, kv_heads=2, **NORMED), (2, 4, 2), 1, False),
-    # experts that choose among the tokens of both ranks: 15; 5, of which a rank has 2; all of 2
+    # experts that choose among the tokens of both ranks: 15 tokens; 5, with 2 on one rank; 2, all chosen
     (2, "ulysses", EXPERTS, None, 2, False),
     (2, "ring", replace(EXPERTS, experts=5, expert_capacity=1.3), (2, 10), 2, True),
     (2, "fastseq", replace(EXPERTS, expert_capacity=8.0), (2, 4), 1, False),
@@ -54,7 +54,7 @@ FOUR = [
 
 
 def with_lora(mesh: Mesh) -> list:
-    """Errors of a model whose blocks have additions, which are all that is trained."""
+    """Return errors of a model with LoRA, where only LoRA is trained."""
     results = []
     for kind in ("ulysses", "fastseq"):
         model = fresh(replace(IMAGE, qk_norm=True))

@@ -1,4 +1,4 @@
-"""ST-DiT against loops over frames and places."""
+"""Test ST-DiT against loops over frames and places."""
 
 import itertools
 
@@ -18,7 +18,7 @@ TEXT = TextConfig("t5", 8, 5, True)
 
 
 def within(x: Tensor, layer, groups: list[list[int]], places) -> Tensor:
-    """Attention among the tokens of each group; x: (N, D) of one sample."""
+    """Compute attention within each group of tokens, for x (N, D) of one sample."""
     out = torch.zeros_like(x)
     for group in groups:
         own = None if places is None else [places[i] for i in group]
@@ -27,7 +27,7 @@ def within(x: Tensor, layer, groups: list[list[int]], places) -> Tensor:
 
 
 def reference(block: Block, x: Tensor, c: Tensor, context, grid, places) -> Tensor:
-    """One sample: x (N, D), c (D,)."""
+    """Compute the block for one sample, x (N, D) and c (D,)."""
     frames, tokens = grid[0], len(x)
     by_frame = [[i for i in range(tokens) if i * frames // tokens == f] for f in range(frames)]
     by_place = [list(place) for place in zip(*by_frame, strict=True)]
@@ -64,14 +64,14 @@ def test_block_equals_loops_over_frames_and_places(grid, text, more):
     expected = torch.stack([reference(block, *sample, grid, places) for sample in samples])
     ours = block(x, block.modulate(c), context, tokens)
     tolerance = EXACT_TABLE if places else 1e-9
-    if grid in ((1, 2, 3), (4, 1, 1)):  # one key to attend to: queries and keys have no gradient but rounding
+    if grid in ((1, 2, 3), (4, 1, 1)):  # with one key, queries and keys have only rounding errors as gradients
         assert (ours - expected).norm() / expected.norm() < tolerance
     else:
         plain.compare(block, ours, expected, tolerance)
 
 
 def test_only_frames_and_places_talk():
-    """One attention passes on what a token knows to its frame, the other to its place; both together to all."""
+    """Spatial attention connects the tokens of a frame, temporal attention those of a place, and both connect all."""
     config = STDiTConfig((3, 2, 2), (1, 1, 1), 2, 24, 1, 2, num_classes=3)
     block, clip = Block(config.block).double(), TokenGrid((3, 2, 2))
     for parameter in block.parameters():
@@ -88,7 +88,7 @@ def test_only_frames_and_places_talk():
 
 
 def test_a_picture_is_a_clip_of_one_frame():
-    """... and a patch of several frames repeats it, as in a vDiT."""
+    """A patch of several frames repeats the picture, as in a vDiT."""
     model = randomised(STDiT(STDiTConfig((4, 4, 4), (2, 2, 2), 2, 24, 2, 2, num_classes=3)))
     x, t, y = torch.randn(2, 2, 1, 4, 4).double(), torch.tensor([3, 700]), torch.tensor([0, 1])
     picture, clip = model(x, t, y), model(x.repeat(1, 1, 2, 1, 1), t, y)

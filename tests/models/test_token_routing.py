@@ -1,5 +1,7 @@
-"""Token routing against blocks that mask what is left out, in float64, with SPRINT's fusion and without; its draws; and
-the FLOPs it saves."""
+"""Test token routing against blocks that mask dropped tokens, in float64, with and without SPRINT's fusion.
+
+Also test which tokens are drawn, and the FLOPs.
+"""
 
 import json
 from functools import partial
@@ -33,8 +35,10 @@ ROUTE = TokenRoute(1, 3, 0.4)
 
 
 def masked(model, x, t, y, kept, dropped):
-    """The routed model with all tokens everywhere: routed blocks attend to the kept ones only, and change no others.
-    A fusion takes one token in the place of all others."""
+    """Compute the routed model with all tokens, as a reference.
+
+    Routed blocks attend only to kept tokens and change no others. The fusion replaces all others by the mask token.
+    """
     mask = torch.zeros(len(x), model.config.tokens, dtype=torch.bool)
     for sample, own in enumerate(kept.tolist()):
         mask[sample, own] = True
@@ -57,7 +61,7 @@ def masked(model, x, t, y, kept, dropped):
             return torch.where(left[..., None], deep, token) @ after.T + shallow @ before.T + linear.bias
 
         model.fusion.forward = fuse
-    model.grad_checkpoint = True  # so that blocks are called one by one
+    model.grad_checkpoint = True  # so that blocks are called separately
     return model(x, t, y)
 
 

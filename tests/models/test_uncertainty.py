@@ -1,4 +1,4 @@
-"""Uncertainty weighting: its optimum, what it changes about gradients, and that predictions do without it."""
+"""Test uncertainty weighting: its optimum, its effect on gradients, and predictions without it."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def test_with_a_constant_loss_the_optimum_is_its_logarithm():
 def test_it_learns_the_logarithm_of_the_mean_loss_at_each_time():
     torch.manual_seed(0)
     module, t = Uncertainty(), torch.tensor([30.0, 500.0, 900.0]).repeat_interleave(2)
-    losses = torch.tensor([0.2, 0.6, 0.01, 0.03, 5.0, 1.0])  # two losses at each time
+    losses = torch.tensor([0.2, 0.6, 0.01, 0.03, 5.0, 1.0])  # two losses for each time
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     for _ in range(800):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""vDiT against an independent implementation; pictures as clips of one frame; sizes, names and counts."""
+"""Test vDiT against an independent implementation; also pictures as clips of one frame, sizes, names and counts."""
 
 import json
 
@@ -21,7 +21,7 @@ from tests.models.test_dit import randomised
 
 
 class CrossBlock(Block):
-    """timm's block with torch's own multi-head attention to the text in the middle."""
+    """timm's block with torch's multi-head attention to the text in the middle."""
 
     def __init__(self, dim, heads):
         super().__init__(dim, heads)
@@ -36,7 +36,7 @@ class CrossBlock(Block):
 
 
 class PlainTextVDiT(PlainVDiT):
-    """The plain vDiT; where its configuration has a text, that is (tokens, mask, pooled)."""
+    """The plain vDiT, which takes (tokens, mask, pooled) as y if the configuration has a text."""
 
     def __init__(self, config):
         text, dim = config.text, config.hidden_size
@@ -66,7 +66,7 @@ class PlainTextVDiT(PlainVDiT):
 
 
 def to_plain(named: dict) -> dict:
-    """Our weights, or their gradients, under the plain model's names and shapes."""
+    """Return our weights or gradients by the plain model's names, with its shapes."""
     plain = {}
     for name, tensor in named.items():
         name = name.replace("x_embedder.proj", "embed")
@@ -90,7 +90,7 @@ def text_batch(batch, length, width, lengths, seed=3, dtype=torch.float64):
 
 
 def compare(config: DiTConfig, x, t, y, plain_y) -> None:
-    """Output and every gradient, in float64."""
+    """Compare the output and all gradients in float64."""
     ours, plain = randomised(build_model(config)).double(), PlainTextVDiT(config).double()
     plain.load_state_dict(to_plain(dict(ours.named_parameters())), strict=True)
     a, b = ours(x, t, y), plain(x, t, plain_y)
@@ -104,7 +104,7 @@ def compare(config: DiTConfig, x, t, y, plain_y) -> None:
     assert grads_a.keys() == grads_b.keys()
     for name, expected in grads_b.items():
         scale = expected.norm()
-        if name.endswith(("qkv.bias", "in_proj_bias")):  # the keys' part is zero but for rounding
+        if name.endswith(("qkv.bias", "in_proj_bias")):  # the part for the keys is only rounding error
             assert torch.allclose(grads_a[name], expected, atol=1e-9 * scale.item())
         else:
             assert scale > 0, name
@@ -117,7 +117,7 @@ def compare(config: DiTConfig, x, t, y, plain_y) -> None:
         ((4, 8, 8), (2, 2, 2), 4, 48, 4),
         ((3, 6, 10), (1, 2, 2), 3, 36, 3),
         ((6, 4, 9), (3, 2, 3), 1, 24, 1),
-        ((2, 4, 4), (2, 4, 1), 2, 32, 2),  # one patch long
+        ((2, 4, 4), (2, 4, 1), 2, 32, 2),  # the grid has length one along two axes
         ((1, 4, 4), (1, 2, 2), 2, 32, 2),
     ],
 )
@@ -141,7 +141,7 @@ def test_text_model_equals_the_independent_model(cross):
 
 def test_any_size_that_divides_and_positions_that_start_at_zero():
     config = VDiTConfig((4, 8, 8), (2, 2, 2), 2, 32, 2, 2, num_classes=3)
-    model = randomised(VDiT(config))  # one for all sizes: its tables must not be mixed up
+    model = randomised(VDiT(config))  # one model for all sizes, so its tables must not be mixed up
     y, t = torch.tensor([1, 2]), torch.tensor([10, 20])
     for size in ((2, 8, 8), (2, 6, 8), (8, 4, 8), (4, 2, 14), (6, 10, 6)):
         other = VDiTConfig(size, (2, 2, 2), 2, 32, 2, 2, num_classes=3)
@@ -191,7 +191,7 @@ def test_a_picture_is_a_repeated_frame_counted_once():
     picture = model(x, t, y)
     assert picture.shape == (2, 4, 1, 4, 4) and clip.shape == (2, 4, 3, 4, 4)
     torch.testing.assert_close(picture, (clip[:, :, :1] + clip[:, :, 1:2] + clip[:, :, 2:]) / 3)
-    assert (clip[:, :, 0] - clip[:, :, 1]).abs().max() > 0.01  # the mean is over frames that differ
+    assert (clip[:, :, 0] - clip[:, :, 1]).abs().max() > 0.01  # the mean is over different frames
     picture.square().sum().backward()
     per_frame = model.final_layer.linear.weight.grad.view(3, -1).norm(dim=1)
     assert (per_frame > 0).all()
@@ -324,7 +324,7 @@ def test_counts_are_those_of_torch(config):
     if config.text is not None:
         tokens, mask, pooled = text_batch(1, 7, config.text.width, (3,), dtype=torch.float32)
         y = encode_bytes(["abc"], 7) if config.text.inside else TextCondition(tokens, mask, pooled)
-    # In plain operations, because torch does not count its fused attention on a CPU.
+    # Use plain operations, because torch does not count its fused attention on a CPU.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(torch.randn(1, config.in_channels, *config.input_size), torch.tensor([5]), y)
     assert counter.get_total_flops() == config.forward_flops()

@@ -1,4 +1,4 @@
-"""The zoo: work by torch's counter, and what all architectures have in common."""
+"""Test the zoo: FLOPs against torch's counter, and properties shared by all architectures."""
 
 import json
 
@@ -61,14 +61,14 @@ def model_of(config: DiTConfig) -> torch.nn.Module:
     return randomised(build_model(config)).double()
 
 
-# ------------------------------------------------------------------------------------------- what all have in common
+# ------------------------------------------------------------------------------------------------- shared properties
 
 
 @every_config
 def test_counts_are_those_of_torch(config):
     model = build_model(config)
     assert sum(p.numel() for p in model.parameters()) == config.parameters()
-    # In plain operations, because torch does not count its fused attention on a CPU.
+    # Use plain operations, because torch does not count its fused attention on a CPU.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(*inputs(config, 1, torch.float32))
     assert counter.get_total_flops() == config.forward_flops()
@@ -78,7 +78,7 @@ def test_counts_are_those_of_torch(config):
 def test_every_parameter_learns(config):
     model = model_of(config)
     model(*inputs(config)).square().mean().backward()
-    one_frame = config.input_size[0] == 1  # along time there is one key: queries have no gradient
+    one_frame = config.input_size[0] == 1  # with one key along time, queries have no gradient
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.norm() > 0 or one_frame and "temporal_attn" in name, name
@@ -86,7 +86,7 @@ def test_every_parameter_learns(config):
 
 @every_config
 def test_a_fresh_model_predicts_nothing_and_learns(config):
-    """Zero gates at first, but none behind another: after two steps every weight has moved."""
+    """The output is zero at first, but after a few steps every weight has changed."""
     torch.manual_seed(0)
     model = build_model(config).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -98,7 +98,7 @@ def test_a_fresh_model_predicts_nothing_and_learns(config):
         (model(x, t, y) - 1).square().mean().backward()
         optimizer.step()
     for name, parameter in model.named_parameters():
-        # (A row of a table that this batch did not look up stays.)
+        # Table rows that the batch does not use stay unchanged.
         assert not torch.equal(parameter, before[name]) or "temporal_attn" in name, name
 
 
@@ -123,7 +123,7 @@ def test_a_sample_does_not_depend_on_the_others(config):
 
 @every_config
 def test_places_are_told_apart(config):
-    """A picture that is moved does not give the moved prediction."""
+    """Moving a picture does not just move the prediction."""
     model, (x, t, y) = model_of(config), inputs(config)
     step = config.patch[-1]
     moved = model(x.roll(step, -1), t, y).roll(-step, -1)
@@ -139,7 +139,8 @@ def test_recomputed_and_compiled_blocks_change_nothing(config):
     for way in ("plain", "checkpointed", "compiled")[: 3 if CONFIGS.index(config) in COMPILED else 2]:
         model.grad_checkpoint = way == "checkpointed"
         if way == "compiled":
-            torch.compiler.reset()  # torch compiles a function, here that of all kinds of blocks, only so many times
+            # torch limits how often a function is recompiled, and all kinds of blocks share one function
+            torch.compiler.reset()
             model.compile_blocks(backend="aot_eager", fullgraph=True)
         model.zero_grad()
         model(*arguments).square().mean().backward()
@@ -166,7 +167,7 @@ def test_half_precision_follows(config):
     expected = model(x, t, y)
     output = model.place("cpu", torch.bfloat16)(x, t, y)
     assert output.dtype == torch.bfloat16
-    # A token whose affinity to an expert is nearly another's may lose its place to that one.
+    # A token whose affinity is nearly equal to another's may be replaced by that one.
     assert (output - expected).norm() / expected.norm() < (0.2 if config.kind == "ecdit" else 0.06)
 
 
@@ -192,7 +193,7 @@ def gradients(model: torch.nn.Module, output: torch.Tensor, cotangent: torch.Ten
 @pytest.mark.parametrize("text", [None, TEXT])
 @pytest.mark.parametrize("kind,shape", [(DiTConfig, PICTURE), (STDiTConfig, CLIP), (MovieGenConfig, CLIP)])
 def test_adaln_lora_adds_a_product_to_a_modulation_that_all_blocks_share(kind, shape, text):
-    """m_i = (M + B_i A_i) SiLU(c) + b, as a full modulation of every block; M and b are the same in all of them."""
+    """m_i = (M + B_i A_i) SiLU(c) + b, compared with a full modulation in every block. All blocks share M and b."""
     condition = {"text": text} if text else {"num_classes": 5}
     low, full = (model_of(kind(**shape, **condition, adaln_lora=rank)) for rank in (6, None))
     state = low.state_dict()

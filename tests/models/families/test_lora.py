@@ -1,4 +1,4 @@
-"""LoRA of public models against peft's, on diffusers' networks."""
+"""Test LoRA of public models against peft with diffusers' networks."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.models.families.oracles import ORACLES, difference, in_double_precisi
 
 @pytest.mark.parametrize("family", ORACLES)
 def test_output_and_gradients_are_those_of_peft(family):
-    """A layer of ours may be several of theirs, which share A: their gradients go back to ours by the chain rule."""
+    """One of our layers may be several in diffusers that share A, so gradients are mapped back by the chain rule."""
     beside = "media_refiner.**", "text_refiner.**", "final_layer.**:1"
     lora = Lora(3, 6.0, "", ("attn.*", "mlp.*:2", *beside))
     with in_double_precision():

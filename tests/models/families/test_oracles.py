@@ -1,4 +1,4 @@
-"""Public models against diffusers' own networks: outputs and gradients, single wrong facts, sizes, configurations."""
+"""Test public models against diffusers' networks: outputs and gradients, single mistakes, sizes, configurations."""
 
 import contextlib
 import functools
@@ -107,11 +107,11 @@ COSMOS2_2B = dict(
     concat_padding_mask=True, extra_pos_embed_type=None,
 )  # fmt: skip
 
-TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
+TOLERANCE = 1e-5  # for single precision, relative to a tensor's largest entry
 
 # ------------------------------------------------------------------------------------------------ outputs, gradients
 
-# The layers of all families by whose outputs norms divide.
+# Layers whose outputs are normalised, in all families.
 BEFORE_NORMS = (
     r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
     r"|img_in|txt_in|proj_in|patch_embed\b"
@@ -123,8 +123,10 @@ BEFORE_NORMS = (
 class Case:
     """A tiny network of a family, and the sizes of its inputs.
 
-    values: of its config.json beside the usual ones. padded: length to which captions are padded. small: the layers
-    before norms have small weights, so that epsilons matter in single precision, too.
+    Attributes:
+        values: entries of config.json that differ from the usual ones.
+        padded: length to which captions are padded.
+        small: True for small weights before norms, so that epsilons matter in single precision, too.
     """
 
     family: str
@@ -255,7 +257,7 @@ CASES = BOTH | VARIANTS
 
 
 def compared(case: Case, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the output and every gradient, ours and diffusers'."""
+    """Return our and diffusers' output, and all gradients."""
     oracle = case.oracle(dtype)
     model, given = ours(oracle, dtype), case.inputs(oracle, dtype)
     expected, their_gradients = output_and_gradients(oracle.theirs, oracle.module, given)
@@ -279,7 +281,7 @@ def test_outputs_and_gradients_are_those_of_diffusers_in_single_precision(name):
     found = compared(CASES[name], torch.float32)
     wrong = {key: error for key, pair in found.items() if (error := difference(*pair)) > TOLERANCE}
     assert not wrong
-    # No weight is at a value that hides what it does.
+    # all weights have an effect
     family = CASES[name].family
     assert not [one for one, (mine, _) in found.items() if mine.numel() and is_read(family, one) != bool(mine.any())]
 
@@ -296,7 +298,7 @@ GIVEN = {
 @pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-12), (torch.float32, TOLERANCE)])
 @pytest.mark.parametrize("how", GIVEN)
 def test_given_frames_are_those_of_diffusers(how, dtype, most):
-    """In place: latents of one or two first frames, or none, and their tokens' time is 0. Beside: in more channels."""
+    """ "In place" uses up to two given first frames, whose tokens have time 0; "beside" uses additional channels."""
     case = replace(GIVEN[how], shape=SHAPES["wan"])
     with in_double_precision() if dtype == torch.float64 else contextlib.nullcontext():
         oracle = case.oracle(dtype)
@@ -328,16 +330,18 @@ def test_given_frames_are_those_of_diffusers(how, dtype, most):
     assert not wrong
 
 
-# ------------------------------------------------------------------------------------------------- single wrong facts
+# --------------------------------------------------------------------------------------------------- single mistakes
 
-# It changes our network, which has the oracle's weights already, or replaces a function or the captions.
+# A change modifies our network after it has the oracle's weights, replaces a function, or returns other captions.
 Change = Callable[[PublicDiT, pytest.MonkeyPatch, TextCondition], TextCondition | None]
 WRONG: dict[tuple[str, str], Change] = {}
 
 
 def wrong(what: str, *families: str) -> Callable[[Change], Change]:
-    """Register a wrong fact of some families. It is called with our network, monkeypatch and the captions, and returns
-    other captions, or None for the same."""
+    """Register a mistake for some families.
+
+    The function is called with our network, monkeypatch and the captions, and returns other captions or None.
+    """
 
     def register(change: Change) -> Change:
         for family in families:
@@ -348,13 +352,13 @@ def wrong(what: str, *families: str) -> Callable[[Change], Change]:
 
 
 def respecify(model: PublicDiT, patch: pytest.MonkeyPatch, **values: Any) -> None:
-    """Change the specification that the network reads in its forward pass."""
+    """Change the specification used by the network's forward pass."""
     spec = replace(model.config.spec, **values)
     patch.setattr(PublicConfig, "spec", property(lambda _: spec))
 
 
 def blocks_of(model: PublicDiT) -> list[Block]:
-    """Return the blocks, refiners among them, those of streams one by one."""
+    """Return all blocks, including refiners and the blocks of single streams."""
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
@@ -364,12 +368,12 @@ def modulations_of(model: PublicDiT) -> list[nn.Sequential]:
 
 
 def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Change a module's input."""
+    """Change a module's input with a hook."""
     module.register_forward_pre_hook(lambda _, arguments: (change(arguments[0]), *arguments[1:]))
 
 
 def rms_norms(model: PublicDiT, pattern: str) -> Iterator[RMSNorm]:
-    """Yield the RMSNorms whose names have a part that matches."""
+    """Yield the RMSNorms whose names match the pattern."""
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm) and re.search(pattern, name):
             yield module
@@ -963,7 +967,7 @@ def _(model, patch, y):
 
 @functools.cache
 def known(case: Case) -> tuple[Oracle, Inputs, Tensor]:
-    """Return diffusers' network, its inputs and its output, in double precision."""
+    """Return diffusers' network, its inputs and its output in double precision."""
     with in_double_precision(), torch.no_grad():
         oracle = case.oracle(torch.float64)
         given = case.inputs(oracle, torch.float64)
@@ -982,7 +986,7 @@ def test_a_single_wrong_fact_moves_the_output_by_more_than_the_tolerance(family,
 
 # -------------------------------------------------------------------------------------------------------------- sizes
 
-# What the hub's config.json files hold, and the numbers of weights in millions.
+# Contents of the hub's config.json files, and the number of weights in millions.
 PUBLISHED = {
     "FLUX.1-dev": ("flux", FLUX_1 | {"guidance_embeds": True}, 11_901),
     "FLUX.1-schnell": ("flux", FLUX_1, 11_891),
@@ -1028,7 +1032,7 @@ def test_published_configurations_survive_json(name):
     again = config_from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config and hash(again) == hash(config) and type(again) is PublicConfig
     assert again.spec is config.spec and again.text.max_tokens == 77
-    assert public_config(family, json.loads(json.dumps(values)), max_tokens=77) == config  # lists for tuples
+    assert public_config(family, json.loads(json.dumps(values)), max_tokens=77) == config  # lists instead of tuples
     smaller = public_config(family, values, config.input_size[:-1] + (8,), 77)
     assert smaller != config and PublicConfig.from_dict(smaller.to_dict()) == smaller
 
@@ -1043,8 +1047,8 @@ def test_configurations_of_an_unknown_family_are_refused():
 # ----------------------------------------------------------------------------------------------- configurations' keys
 
 REFUSED = None
-# Every argument of diffusers' classes with a value that is not the usual one: refused, or understood as diffusers does,
-# with these values beside it.
+# An unusual value for every argument of diffusers' classes. It is refused, or has the same meaning as in diffusers,
+# together with these other values.
 UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
     "flux": {
         "patch_size": (2, REFUSED),
@@ -1067,7 +1071,7 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "n_layers": (1, {}),
         "n_refiner_layers": (1, {}),
         "n_heads": (2, {"axes_dims": [6, 6, 6]}),
-        "n_kv_heads": (1, {}),  # it is not read
+        "n_kv_heads": (1, {}),  # not used by diffusers
         "norm_eps": (1e-3, {}),
         "qk_norm": (False, {}),
         "cap_feat_dim": (6, {}),
@@ -1075,7 +1079,7 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "rope_theta": (100.0, {}),
         "t_scale": (1.0, REFUSED),
         "axes_dims": ([4, 4, 6], REFUSED),
-        "axes_lens": ([66, 3, 5], {}),  # the least that these places need
+        "axes_lens": ([66, 3, 5], {}),  # the smallest that these positions need
     },
     "wan": {
         "patch_size": ((3, 1, 2), {}),
@@ -1088,7 +1092,7 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "ffn_dim": (6, {}),
         "num_layers": (1, {}),
         "cross_attn_norm": (False, REFUSED),
-        "qk_norm": ("rms_norm", {}),  # it is not read
+        "qk_norm": ("rms_norm", {}),  # not used by diffusers
         "eps": (1e-5, REFUSED),
         "image_dim": (6, REFUSED),
         "added_kv_proj_dim": (28, REFUSED),
@@ -1126,7 +1130,7 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "use_layer3d_rope": (True, REFUSED),
     },
     "lumina2": {
-        "sample_size": (6, {}),  # it is not read
+        "sample_size": (6, {}),  # not used by diffusers
         "patch_size": (4, REFUSED),
         "in_channels": (6, {}),
         "out_channels": (6, REFUSED),
@@ -1138,9 +1142,9 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "multiple_of": (7, {}),
         "ffn_dim_multiplier": (0.7, {}),
         "norm_eps": (1e-3, {}),
-        "scaling_factor": (2.0, {}),  # it is not read
+        "scaling_factor": (2.0, {}),  # not used by diffusers
         "axes_dim_rope": ((4, 4, 6), REFUSED),
-        "axes_lens": ([9, 3, 5], {}),  # the least that these places need
+        "axes_lens": ([9, 3, 5], {}),  # the smallest that these positions need
         "cap_feat_dim": (6, {}),
     },
     "ltx": {
@@ -1184,17 +1188,17 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "mlp_ratio": (2.5, {}),
         "text_embed_dim": (6, {}),
         "adaln_lora_dim": (3, {}),
-        "max_size": ((1, 6, 10), {}),  # the least that these places need
+        "max_size": ((1, 6, 10), {}),  # the smallest that these positions need
         "patch_size": ((1, 1, 1), REFUSED),
         "rope_scale": ((2.0, 1.0, 0.5), {}),
         "concat_padding_mask": (False, {}),
         "extra_pos_embed_type": ("learnable", REFUSED),
         "use_crossattn_projection": (True, REFUSED),
-        "crossattn_proj_in_channels": (6, {}),  # of the projection above
+        "crossattn_proj_in_channels": (6, {}),  # only for the projection above
         "encoder_hidden_states_channels": (6, {}),
         "controlnet_block_every_n": (1, REFUSED),
         "img_context_dim_in": (6, REFUSED),
-        "img_context_num_tokens": (6, {}),  # of the picture's tokens above
+        "img_context_num_tokens": (6, {}),  # only for the picture's tokens above
         "img_context_dim_out": (6, {}),
     },
 }
@@ -1247,7 +1251,7 @@ def test_configurations_without_a_key_are_refused_by_its_name(family, key):
 @pytest.mark.parametrize(
     ("family", "values", "key"),
     [
-        ("z_image", {"dim": 37}, "dim"),  # heads of 12, and one left over
+        ("z_image", {"dim": 37}, "dim"),  # 3 heads of 12, and one channel left over
         ("wan", {"attention_head_dim": 13}, "attention_head_dim"),
         ("wan", {"patch_size": (2, 2)}, "patch_size"),
     ],

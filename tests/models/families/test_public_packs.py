@@ -1,4 +1,4 @@
-"""Packs of public models: every sample, its caption among the tokens or not, as diffusers' network has it alone."""
+"""Test packs of public models: each sample gives the same results as diffusers' network for that sample alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from opendit.models.segments import Interleaved, Segments, pack_patches, unpack_
 from tests.models.families.oracles import ORACLES, by_our_names, captions, in_double_precision, ours
 from tests.models.families.test_oracles import difference
 
-# Unequal sizes and captions, the first two of one size; z_image's are filled to 32 tokens, but for the third ones.
+# Sizes and captions vary, but the first two sizes are equal. Z-Image pads all samples but the third to multiples of 32.
 SIZES = {
     "flux": [(6, 10), (6, 10), (8, 4), (2, 2), (2, 2)],
     "z_image": [(6, 10), (6, 10), (8, 16), (2, 2), (4, 12)],
@@ -55,7 +55,7 @@ VARIANTS = {
 
 
 def gradients_of(predict, module, latents: list[Tensor], y: TextCondition) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the predictions, and the gradients of weights, latents and captions of a weighted sum of them all."""
+    """Return the predictions, and gradients for weights, latents and captions of a weighted sum."""
     leaves = [*latents, y.tokens, y.pooled]
     for leaf in leaves:
         leaf.grad = None
@@ -66,14 +66,17 @@ def gradients_of(predict, module, latents: list[Tensor], y: TextCondition) -> tu
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
     torch.autograd.backward(outputs, [w.to(x.dtype) for w, x in zip(weights, outputs, strict=True)])
     named = dict(module.named_parameters()) | {f"input {number}": leaf for number, leaf in enumerate(leaves)}
-    # Without single blocks, some of the last one's weights for captions lead to no output.
+    # Without single blocks, some of the last block's weights for captions do not affect the output.
     found = {name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in named.items()}
     return [x.detach() for x in outputs], found
 
 
 def compared(variant: str, dtype: torch.dtype, prepare: Callable[[PublicDiT], Any] = id) -> dict[str, float]:
     """Return the difference of each output and gradient between a pack and diffusers' network, sample by sample.
-    prepare: is called with our network before it runs."""
+
+    Args:
+        prepare: function that is called with our network before it runs.
+    """
     family = variant.split()[0]
     oracle = ORACLES[family](dtype, **VARIANTS[variant])
     model = ours(oracle, dtype)
@@ -89,7 +92,7 @@ def compared(variant: str, dtype: torch.dtype, prepare: Callable[[PublicDiT], An
 
     def packed(latents, y):
         patches = pack_patches(latents, model.config.patch, segments.tokens)
-        patches = torch.cat([patches[:filled], torch.full_like(patches[filled:], 7.0)])  # padding is not looked at
+        patches = torch.cat([patches[:filled], torch.full_like(patches[filled:], 7.0)])  # padding is not used
         return unpack_patches(model(patches, t, y, segments), segments)
 
     def one_by_one(latents, y):
@@ -115,7 +118,7 @@ def test_a_pack_is_its_samples_one_by_one_in_diffusers(variant):
 @pytest.mark.parametrize("family", ["flux", "z_image"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_in_single_precision_and_recomputed(family, recomputed):
-    """Recomputed blocks make the modulation of a pair, as shard units' do."""
+    """Recomputed blocks compute their modulation, as with shard units."""
 
     def prepare(model):
         model.grad_checkpoint = model.modulate_in_blocks = recomputed

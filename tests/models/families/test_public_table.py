@@ -1,4 +1,4 @@
-"""Compare what flags know of public models without torch with the families' own words."""
+"""Test the values that flags know about public models without torch against the families themselves."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def test_flags_know_the_families_as_they_are():
 
 
 def test_the_page_counts_the_lines_of_every_family_to_ten():
-    """A family is about a page of data; what did not fit the grammar stands beside its count."""
+    """docs/public_models.md states each family's number of lines, rounded to ten."""
     page = Path("docs/public_models.md").read_text()
     told = {
         name: int(lines) for name, lines in re.findall(r"^\|[^|]+\| `(\w+)`, (\d+) \| [^|]+ \|$", page, re.MULTILINE)
@@ -44,7 +44,7 @@ def test_the_page_counts_the_lines_of_every_family_to_ten():
     assert told == {name: round(count, -1) for name, count in lines.items()} and max(told.values()) <= 180
 
 
-# Beginning of the name of a pipeline -> the supported family that has the same network.
+# Beginning of a pipeline's name -> supported family with the same network.
 SHARED = {"Flux": "flux", "QwenImage": "qwen_image", "LTX": "ltx", "Cosmos": "cosmos2"}
 
 

@@ -1,4 +1,4 @@
-"""--recompute on public models."""
+"""Test --recompute on public models."""
 
 from collections import Counter
 
@@ -37,7 +37,7 @@ MODELS = {
 
 
 def gradients(family: str, level: str, lora: Lora | None = None, **how) -> dict[str, torch.Tensor]:
-    """Return every gradient, or with ``lora`` those of its matrices."""
+    """Return all gradients, or with ``lora`` those of its matrices."""
     values, size = MODELS[family]
     torch.manual_seed(0)
     model = PublicDiT(public_config(family, values, size))
@@ -55,7 +55,7 @@ def gradients(family: str, level: str, lora: Lora | None = None, **how) -> dict[
 
 
 class Attentions(TorchDispatchMode):
-    """Counts attention kernels, forward and backward, by their numbers of queries and keys."""
+    """Count attention kernels by pass and by their numbers of queries and keys."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def test_attention_among_all_tokens_is_kept_and_every_gradient_has_the_same_bits
 
 
 class Products(TorchDispatchMode):
-    """Counts LoRA's wide products, forward and backward (see :func:`opendit.models.layers.low_rank_product`)."""
+    """Count LoRA's wide products in both passes (see :func:`opendit.models.layers.low_rank_product`)."""
 
     count = 0
 
@@ -105,7 +105,7 @@ def uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-# FLUX.1 has two joint blocks, and three in which no norm reads the attention's output. SD3's last block has one output.
+# FLUX.1 has two joint blocks, and three where no norm reads attention's output. SD3's last block has one output.
 # Z-Image has a norm after every branch.
 LAST_LAYERS = {"flux": 2 * 2 + 3 * 2, "wan": 2, "qwen_image": 2 * 2, "sd3": 5, "z_image": 0, "cosmos2": 2}
 
@@ -114,7 +114,7 @@ LAST_LAYERS = {"flux": 2 * 2 + 3 * 2, "wan": 2, "qwen_image": 2 * 2, "sd3": 5, "
 @pytest.mark.parametrize("family", LAST_LAYERS)
 def test_the_last_products_of_recomputed_blocks_are_not_repeated(family, how, uninitialised_memory_is_nan):
     def repeated(lora: Lora) -> tuple[int, int]:
-        """Return the numbers of layers with LoRA, and of their products that are computed again."""
+        """Return the numbers of layers with LoRA, and of their products that are repeated."""
         kept, expected = products(family, "none", lora)
         again, found = products(family, **{"level": "none"} | how, lora=lora)
         assert expected.keys() == found.keys() and any(bool(gradient.any()) for gradient in expected.values())
@@ -132,7 +132,7 @@ def test_the_last_products_are_repeated_if_gates_are_trained(family, uninitialis
     assert all(torch.equal(gradient, found[name]) for name, gradient in expected.items())
 
 
-# Those that know its norms and MLPs.
+# Only the families whose norms and MLPs these levels support.
 @pytest.mark.parametrize("level", ["norms", "cheap", "half", "mlp"])
 @pytest.mark.parametrize("family", ["flux", "wan", "qwen_image", "sd3"])
 def test_every_gradient_has_the_same_bits(family, level):
