@@ -1,5 +1,4 @@
-"""An example sampler for opendit/diffusion/samplers.py: the midpoint method, which uses the slope after half an Euler
-step."""
+"""An example sampler for opendit/diffusion/samplers.py: the midpoint method."""
 
 from opendit.diffusion.samplers import SAMPLERS, SlopeSampler, State
 

@@ -31,8 +31,7 @@ def averaged(mesh, plugin: str, precision: str, warmup: float):
 
 
 def swapped(mesh, engine, ema, average) -> tuple[bool, bool, bool]:
-    """Return whether ``applied`` sets the averages, whether they differ from the weights, and whether an error
-    restores those."""
+    """Return whether ``applied`` sets the averages, they differ from the weights, and an error restores the weights."""
     if engine.whole:
         model = engine.module
     else:

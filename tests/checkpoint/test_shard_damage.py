@@ -69,8 +69,7 @@ def found(run: Path, which: str = "") -> Path:
 
 
 def refused(run: Path, file: Path) -> None:
-    """Check that the newest checkpoint is refused in one line that names ``file``, and that the previous one is
-    found."""
+    """Check that the newest checkpoint is refused in one line with ``file``, and that the previous one is found."""
     checkpoints = run / "checkpoints"
     newest, before = checkpoints / "step_0000006", checkpoints / "step_0000005"
     with pytest.raises(ValueError) as refusal:

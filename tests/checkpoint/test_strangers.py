@@ -1,5 +1,4 @@
-"""sample.py, train.py and the export refuse untrusted files in one line that names the file, and run no code from
-them."""
+"""sample.py, train.py and the export refuse untrusted files in one line, and run no code from them."""
 
 import json
 import os

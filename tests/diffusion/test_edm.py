@@ -56,8 +56,7 @@ def network(x: Tensor, timestep: Tensor) -> Tensor:
 
 
 def exact_end(x: Tensor, sigma: float) -> Tensor:
-    """Return x(0) on the exact ODE path through x at sigma. Paths keep quantiles, and x at sigma is N(MU, S^2 +
-    sigma^2)."""
+    """Return x(0) on the exact ODE path through x at sigma. Paths keep quantiles of N(MU, S^2 + sigma^2)."""
     return MU + (x - MU) * S / math.sqrt(S**2 + sigma**2)
 
 

@@ -31,8 +31,7 @@ def gaussian_velocity(x: Tensor, timestep: Tensor) -> Tensor:
 
 
 def exact_end(x: Tensor) -> Tensor:
-    """Return the end at t = 0 of the exact path from x at t = 1. Paths keep quantiles, so N(0, 1) becomes N(MU,
-    S^2)."""
+    """Return the exact path's end at t = 0. Paths keep quantiles, so N(0, 1) becomes N(MU, S^2)."""
     return MU + S * x
 
 
@@ -89,8 +88,7 @@ def test_heun_evaluates_the_second_time_where_the_step_leads():
 
 
 def test_the_loss_of_the_true_velocity_is_that_of_chance():
-    """The loss is zero for a data set of one point. For N(MU, S^2) it is the conditional variance of noise - x_0, S^2
-    / ((1-t)^2 S^2 + t^2)."""
+    """The loss is zero for one data point, and S^2 / ((1-t)^2 S^2 + t^2), noise - x_0's variance, for N(MU, S^2)."""
     torch.manual_seed(0)
     noise, t = torch.randn(50_000, 1, 2, 2, dtype=torch.float64), torch.full((50_000,), 0.4, dtype=torch.float64)
     x0 = MU + S * torch.randn_like(noise)

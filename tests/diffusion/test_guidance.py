@@ -1,4 +1,4 @@
-"""Classifier-free guidance."""
+"""Classifier-free guidance: its formulas, intervals of noise levels, and public families' scales."""
 
 import math
 
@@ -192,8 +192,7 @@ def test_the_interval_has_both_its_ends_and_takes_0_and_infinity():
 
 @pytest.mark.parametrize("objective", [DDPMObjective(), DDPMObjective("v"), FlowObjective(), EDMObjective()])
 def test_every_sampler_of_every_objective_takes_an_interval(objective):
-    """An interval of all levels is plain guidance, one without any level is the conditional model, and a part is
-    neither."""
+    """An interval of all levels is plain guidance, an empty one is the conditional model, and a part is neither."""
 
     def draw(sampler, interval, scale=3.0):
         def model(x, t, y):

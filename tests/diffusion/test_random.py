@@ -1,5 +1,4 @@
-"""The counter-based random generator: known answers, distributions, independence, and equal draws for any batch
-split."""
+"""The counter-based random generator: known answers, distributions, independence, and draws in any batch."""
 
 import math
 

@@ -156,8 +156,7 @@ def test_dpmpp_along_a_ddpm_schedule(schedule, shape, seed):
 @given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), name=st.sampled_from(["ddpm", "ddim", "dpmpp"]))
 @MANY
 def test_a_velocity_in_the_place_of_noise(schedule, shape, seed, name):
-    """With v = alpha eps - sigma x_0 (Salimans & Ho 2022), a model of v and a model of the same noise give equal
-    samples."""
+    """Models of v = alpha eps - sigma x_0 (Salimans & Ho 2022) and of the same noise give equal samples."""
     betas, _ = schedule
     schedule = DDPM.from_betas(torch.from_numpy(betas))
     kept = np.cumprod(1 - betas)

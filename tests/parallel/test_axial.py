@@ -103,8 +103,7 @@ def recomputed(mesh: Mesh) -> dict:
 
 
 def of_padding(mesh: Mesh) -> list[list[tuple]]:
-    """Return the number of padding tokens in the second block's input, their summed gradient sizes, and the same for
-    other tokens."""
+    """Return the number of padding tokens and their summed gradient sizes in the second block, and of other tokens."""
     found = []
     for config in (LATTE, replace(ODD, depth=2)):
         model = model_of(config).use(sequence=strategy(mesh, config))

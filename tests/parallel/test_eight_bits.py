@@ -15,8 +15,7 @@ from tests.parallel.engines.test_fsdp import FREED, backward, gathered
 from tests.ranks import run_ranks
 
 STEPS, DECAY, UNIT = 4, 0.01, 256
-# Each of two ranks holds complete quantisation units of 256 numbers, so the units do not depend on the number of
-# ranks.
+# Each of two ranks holds complete units of 256 numbers, so the units don't depend on the number of ranks.
 CONFIG = DiTConfig((4, 6), 2, 3, 32, depth=2, num_heads=2, num_classes=6)
 WAYS = {  # plugin, fsdp replicas, micro-batches
     1: [("zero2", 1, 1), ("fsdp", 1, 2)],

@@ -72,8 +72,7 @@ def gathered(x: Tensor, tokens: int) -> Tensor:
 
 
 def errors(mesh: Mesh, kind: str) -> list[tuple]:
-    """Return the largest errors of outputs with and without gradients, of x's gradient, and of the parameters'
-    gradients."""
+    """Return the largest errors of outputs with and without gradients, and of the gradients of x and the parameters."""
     mesh, found = init_mesh(sequence_parallel=mesh.world_size), []
     for case in CASES:
         layer, x, weights, grid = made(case)

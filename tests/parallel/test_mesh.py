@@ -92,7 +92,7 @@ def test_sizes_that_do_not_fit_are_one_clear_line():
 
 
 def all_groups(mesh: Mesh) -> list:
-    """Return this rank's groups and the sums of 2^rank over them, for every mesh and name."""
+    """Return every group of this rank with its sum of 2^rank, and the results of the functions below."""
     results = []
     for dims in MESHES:
         mesh = init_mesh(dims=dims)

@@ -32,8 +32,7 @@ def parts(name: str, weight: Tensor) -> list[Tensor]:
 
 
 def muon_update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-    """Return torch.optim.Muon's update with Nesterov momentum, match_rms_adamw and learning rate 1; changes
-    ``buffer``."""
+    """Change ``buffer``; return torch.optim.Muon's update with Nesterov momentum, match_rms_adamw and lr 1."""
     buffer.lerp_(gradient, 1 - momentum)
     x = gradient.lerp(buffer, momentum)
     tall = x.size(0) > x.size(1)

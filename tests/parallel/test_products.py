@@ -40,13 +40,12 @@ from tests.ranks import run_ranks
 from train import EagerPasses
 
 RANKS, SAMPLES, CLIP, LR, DECAY = 4, 16, 0.2, 2e-3, 0.7
-# Without qk_norm the gradient of the keys' bias is rounding noise. Five blocks make unequal stages. Each expert takes
-# 4 of the 15 tokens.
+# Without qk_norm the keys' bias has a gradient of rounding noise. 5 blocks make unequal stages.
 CONFIGS: dict[str, DiTConfig] = {
     "dense": replace(MODELS["DiT"], qk_norm=True),
     "deep": replace(MODELS["DiT"], depth=5, qk_norm=True),
     "experts": replace(MODELS["EC-DiT"], depth=3, qk_norm=True),
-    # Some parameter counts are not divisible by 4 ranks.
+    # 4 ranks can't divide the weights of the heads' norms evenly, which have 6 elements.
     "odd": DiTConfig((6, 10), 2, 3, 36, depth=3, num_heads=6, num_classes=5, qk_norm=True),
     "axial": replace(MODELS["ST-DiT"], text=None, num_classes=5, full_attention=False),
     # Public models; 2 ranks can't share their media and caption tokens evenly.

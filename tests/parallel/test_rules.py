@@ -54,7 +54,7 @@ def models() -> dict[str, nn.Module]:
     return {name: bare(config) for name, config in CONFIGS.items()}
 
 
-# ------------------------------------------------------------------------------------------------- the whole zoo
+# ------------------------------------------------------------------------------------------------- all models
 
 
 def test_every_parameter_has_one_rule_and_every_pattern_a_parameter(models):

@@ -15,8 +15,7 @@ shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 @st.composite
 def cuts_for(draw, shape: tuple[int, ...], parts: int, depth: int) -> list[list[tuple]]:
-    """Draw slices for ``parts`` or more shards that hold each element once; ranges are in any order and may be
-    empty."""
+    """Draw ``parts`` or more shards that hold each element once, with ranges in any order; some may be empty."""
     dim = draw(st.sampled_from([None, *range(len(shape))]))
     size = math.prod(shape) if dim is None else shape[dim]
     ranges_each = draw(st.integers(1, 3))

@@ -216,8 +216,7 @@ def in_the_wrong_group(mesh: Mesh) -> list:
 
 
 def gradients_of_padding(mesh: Mesh) -> list:
-    """Return the number of padding values in the first block's input, their summed gradient sizes, and the same for
-    tokens."""
+    """Return the number of padding values and their summed gradient sizes in the first block, and of tokens."""
     mesh, results = init_mesh(sequence_parallel=4), []
     for name in possible(4, IMAGE):
         model, seen = fresh(IMAGE).use(sequence=strategy(mesh, name, IMAGE)), []

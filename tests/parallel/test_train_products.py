@@ -1,5 +1,4 @@
-"""train.py with tensor, pipeline and sequence parallelism: one process's curve, resumption, and errors for wrong
-sizes."""
+"""train.py with tensor, pipeline and sequence parallelism: loss curves, resumption, and errors for wrong sizes."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Approximations (--cache, --guidance_every) are compared with loops written from the formulas; evaluations are
-counted."""
+"""Approximations (--cache, --guidance_every) are compared with loops written from the formulas."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Public models from diffusers folders draw the same latents and pictures as diffusers' pipelines, from the same
-noise."""
+"""Public models from diffusers folders draw the same latents and pictures as diffusers' pipelines."""
 
 import contextlib
 import io

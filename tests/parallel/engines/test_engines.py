@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 
 SEED, GLOBAL_BATCH, STEPS = 3, 8, 3
 LR, CLIP, BETAS = 2e-3, 0.2, (0.8, 0.95)
-# With hidden size 36 and odd depths, some parameter counts are not divisible by 4 ranks.
+# The label table has 6 rows, which 4 ranks can't divide evenly.
 CONFIG = DiTConfig(input_size=(4, 6), patch_size=2, in_channels=3, hidden_size=36, depth=3, num_heads=3, num_classes=5)
 
 
@@ -96,8 +96,7 @@ def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointe
 
 
 def used_rows(name: str) -> slice:
-    """Leave out the keys' bias: softmax ignores it, so its gradient is rounding noise, which Adam turns into full
-    steps."""
+    """Leave out the keys' bias: softmax ignores it, so its gradient is noise, which Adam turns into full steps."""
     return slice(0, CONFIG.hidden_size) if name.endswith("qkv.bias") else slice(None)
 
 

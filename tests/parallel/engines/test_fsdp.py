@@ -27,7 +27,7 @@ from tests.parallel.test_sequence import strategy
 from tests.ranks import run_ranks
 
 STEPS = 3
-# Six heads, so that two ranks can share them. The sizes 36 and 35 do not divide evenly.
+# Two ranks can share the six heads, but 2 or 4 ranks can't divide the MLP's 35 rows evenly.
 CONFIG = DiTConfig((4, 6), 2, 3, 36, depth=3, num_heads=6, num_classes=6, mlp_ratio=35 / 36)
 
 
@@ -248,8 +248,7 @@ def test_gradients_of_every_architecture_on_three_ranks():
 
 
 def what_is_held(mesh: Mesh) -> tuple:
-    """Return this rank's shards of a bf16 engine, three checks, outputs before and after loading and a step, and step
-    counts."""
+    """Return this rank's shards, three checks, outputs before and after loading and a step, and step counts."""
     engine = build_engine(build_model(), mesh, plugin="fsdp", precision="bf16", grad_clip=0)
     full = dict(build_model().named_parameters())
     for name, weight in full.items():

@@ -26,8 +26,7 @@ from tests.ranks import run_ranks
 
 @dataclass(frozen=True)
 class Case:
-    """A run of ``steps`` steps; the averages are read in the first ``read``, and ``sharded`` is the checkpoint
-    format."""
+    """A run of ``steps`` steps, the first ``read`` of which read the averages. ``sharded`` is its checkpoint format."""
 
     precision: str = "fp32"
     accumulation: int = 1
@@ -97,8 +96,7 @@ def state_of(engine: Engine, ema: EMA) -> dict[str, Tensor]:
 
 
 def runs(mesh: Mesh, folder: Path) -> list[tuple]:
-    """Return the losses and final state for every case and offload, and for resumptions from another offload's
-    checkpoint."""
+    """Return losses and final state of every case and offload, and of resumptions from another offload."""
     found, ways = [], WAYS if mesh.world_size > 1 else OFFLOAD
     for number, case in enumerate(CASES[: 2 * mesh.world_size]):
         before = [folder / f"{number}-{mesh.world_size}-{offload}" for offload in (ways[-1], *ways)]

@@ -1,5 +1,4 @@
-"""Pipeline schedules are complete and possible, their messages match without deadlock, and their idle time is the
-papers'."""
+"""Pipeline schedules are complete, in a possible order, without deadlock, and as idle as the papers' formulas."""
 
 import pytest
 

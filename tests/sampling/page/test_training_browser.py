@@ -178,8 +178,7 @@ class Asking:
         self.components = {each["id"]: each["props"] for each in self.config["components"]}
 
     def event(self, name: str, kind: str, values: dict, fails: bool = False):
-        """Return the messages that answer a component's event. ``values`` sets fields by label; ``fails`` allows
-        failure."""
+        """Return the messages that answer a component's event; ``values`` sets fields by label."""
         named = [key for key, props in self.components.items() if name in (props.get("elem_id"), props.get("label"))]
         event = next(each for each in self.config["dependencies"] if [named[0], kind] in map(list, each["targets"]))
         props = [self.components[key] for key in event["inputs"]]

@@ -1,5 +1,4 @@
-"""Runs started by the page: one per GPU, found again by another page, and signalled only if they are the same
-process."""
+"""Runs started by the page: one per GPU, found again by another page, and never mistaken for others."""
 
 import contextlib
 import json
