@@ -30,7 +30,7 @@ EVEN = replace(LATTE, input_size=(4, 4, 6), depth=1)  # 4 frames of 6 tokens
 LONG = replace(ROPE, input_size=(5, 2, 16), depth=1)  # 5 frames of 8 tokens
 ODD = replace(LATTE, input_size=(5, 2, 14), depth=1)  # 5 frames of 7 tokens
 PICTURE = replace(LATTE, input_size=(1, 2, 10), depth=1)
-ROUND = replace(FULL, qk_norm=False)  # without qk_norm; also tested with ring attention
+ROUND = replace(FULL, qk_norm=False)  # used for ring attention
 # Ranks -> (configuration, type, parts of an exchange, samples, recomputation, axis that is divided among ranks).
 CASES = {
     2: [

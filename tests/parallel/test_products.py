@@ -45,7 +45,7 @@ CONFIGS: dict[str, DiTConfig] = {
     "dense": replace(MODELS["DiT"], qk_norm=True),
     "deep": replace(MODELS["DiT"], depth=5, qk_norm=True),
     "experts": replace(MODELS["EC-DiT"], depth=3, qk_norm=True),
-    # 4 ranks can't divide the weights of the heads' norms evenly, which have 6 elements.
+    # Heads have 6 channels, so 4 ranks can't divide the weights of their norms evenly.
     "odd": DiTConfig((6, 10), 2, 3, 36, depth=3, num_heads=6, num_classes=5, qk_norm=True),
     "axial": replace(MODELS["ST-DiT"], text=None, num_classes=5, full_attention=False),
     # Public models; 2 ranks can't share their media and caption tokens evenly.

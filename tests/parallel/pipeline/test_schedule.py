@@ -1,4 +1,4 @@
-"""Pipeline schedules are complete, in a possible order, without deadlock, and as idle as the papers' formulas."""
+"""Pipeline schedules are complete and free of deadlocks, and their idle time follows the papers' formulas."""
 
 import pytest
 
