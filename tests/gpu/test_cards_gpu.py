@@ -119,9 +119,8 @@ def test_streamed_blocks_have_the_bits_of_resident_ones(kind, float8):
 def test_a_recorded_step_copies_its_blocks(count):
     """Record a CUDA graph of a step, and run passes between its replays that leave other blocks in the ring buffer."""
     whole, model, recorder = model_of("nf4", 0, False), model_of("nf4", count, False), GraphRecorder()
-    for (
-        block
-    ) in whole.blocks:  # hooks cut the stack as streaming does; blocks fused with the next would round differently
+    # Hooks cut the stack as streaming does. Blocks fused with the next would round differently.
+    for block in whole.blocks:
         block.register_forward_pre_hook(lambda *_: None)
     x, t = torch.empty(1, VALUES["in_channels"] // 4, 32, 32, device=DEVICE), torch.full((1,), 300.0, device=DEVICE)
     y = TextCondition(

@@ -26,7 +26,7 @@ CASES = [  # configuration, sizes of the micro-batches of each step, precision
 
 def both(mesh) -> list[tuple[bool, float]]:
     """Return, for each case, whether the results are equal with and without graphs, and the last loss."""
-    # warn_only, because cuDNN's attention is not deterministic
+    # warn_only, because not every attention kernel is deterministic
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = []
     for config, sizes, precision in CASES:

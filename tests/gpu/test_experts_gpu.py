@@ -1,4 +1,4 @@
-"""Test experts on 2 GPUs: gradients are as near to fp32 as those of one GPU, and each rank holds its share.
+"""Test experts on 2 GPUs: gradients are as close to fp32 as those of one GPU, and each rank holds its share.
 
 In bf16, a gradient's error may be 1.5 times that of one GPU, plus the effect of a few different expert choices.
 Rounding can swap two tokens with nearly equal affinities, and each swap changes an expert's gradient by about a fifth

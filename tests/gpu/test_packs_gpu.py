@@ -52,7 +52,7 @@ def test_attention_by_runs_and_varlen(head_dim, lengths):
         assert not out[:, :, sum(lengths) :].any()
 
 
-# Captions among the tokens. Their pooled vectors have the captions' width.
+# Models with captions among the tokens. Pooled vectors have the width of caption tokens.
 JOINT = {
     "flux": dict(in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=64, num_attention_heads=4,
                  joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(16, 24, 24)),

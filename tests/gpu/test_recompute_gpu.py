@@ -40,7 +40,7 @@ def inputs(number: int = 0):
 
 @pytest.mark.parametrize("kernels", (True, False))
 def test_gradients(kernels):
-    """torch's operations nearly repeat the gradients; kernels round the second LayerNorm's output differently."""
+    """Gradients are almost equal with torch's operations. Kernels round the second LayerNorm's output differently."""
     found, (x, t, noise, y) = {}, inputs()
     for level in LEVELS:
         model = model_of(level, kernels).place("cuda", torch.bfloat16)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def compare(config, route, loss):
-    """Assert that gradients with kernels in bf16 are as near to fp32 as those of torch in bf16.
+    """Assert that gradients with kernels in bf16 are as close to fp32 as those of torch in bf16.
 
     Args:
         loss: function of the model and the dtype of its input.

@@ -237,10 +237,10 @@ def test_some_squares_are_others_to_count():
 
 
 def check_directions(device: str, gradient: torch.dtype) -> None:
-    """Check tensors without second moments.
+    """Check tensors without second moments, as for Muon.
 
-    They move along a given direction, computed from momentum that keeps the scale of the gradients. All other tensors
-    take an AdamW step.
+    Their momentum keeps the scale of the gradients, and they move in the direction that is then written. All other
+    tensors take an AdamW step.
     """
     case, directed, momentum, scale = Case(device, gradient), (1, 4, 5), 0.9, 64.0
     squares = [None if i in directed else square for i, square in enumerate(case.exp_avg_sqs)]

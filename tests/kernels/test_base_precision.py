@@ -103,7 +103,7 @@ def test_rows_by_themselves_have_the_bytes_of_the_whole():
 @pytest.mark.parametrize("low_rank", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_exact_for_the_stored_numbers(kind, low_rank):
-    """Output and gradients against float64 with the dense weights."""
+    """Compare the output and gradients with float64 and the dequantised weights."""
     layer = layer_of(normal(24, 40), kind, rank=3 if low_rank else None)
     factors = list(layer.low_rank[:2]) if low_rank else []
     for factor in factors:
@@ -121,7 +121,7 @@ def test_products_are_exact_for_the_stored_numbers(kind, low_rank):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_has_the_outputs_and_gradients_of_its_dense_weights(kind):
-    """Compare a model that stores its weights with one that has the dequantized weights, and with the original model.
+    """Compare a model that stores its weights with one that has the dequantised weights, and with the original model.
 
     All linear layers in the blocks are stored, and no others.
     """

@@ -1,4 +1,4 @@
-"""Test the kernels that dequantize stored weights, or multiply by them in float8, in Triton's interpreter."""
+"""Test the kernels that dequantise stored weights, or multiply by them in float8, in Triton's interpreter."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_few_rows_are_multiplied_by_the_weight_in_float8(rows, monkeypatch):
 def test_products_in_float8_read_what_is_stored(monkeypatch):
     """--fp8 gives the same bits with stored weights as with weights that it casts itself.
 
-    For nf4, it casts the dequantized weights.
+    For nf4, it casts the dequantised weights.
     """
     monkeypatch.setitem(cases.VALUES, "flux", cases.VALUES["flux"] | {"num_single_layers": 1})
     monkeypatch.setattr(stored, "dense", stored.dense_reference)  # the same bits as the kernel, and faster here

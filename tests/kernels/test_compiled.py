@@ -1,4 +1,4 @@
-"""Compile every kernel for a GPU, which also works on a machine without one (tests/kernels/compiled.py)."""
+"""Test that every kernel compiles for a GPU, even on a machine without one (tests/kernels/compiled.py)."""
 
 import json
 import os

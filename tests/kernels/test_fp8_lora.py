@@ -74,8 +74,7 @@ def test_output_and_gradients_are_those_of_rounded_factors_beside_exact_thin_one
 
 
 def test_lora_beside_the_blocks_is_near_fp32():
-    """The final layer's norm is computed in the activations' dtype, because LoRA's products in its linear layer need
-    it."""
+    """The final layer's norm is computed in the activations' dtype."""
     lora = replace(LORA, targets=("text_refiner.**", "media_refiner.**", "final_layer.linear"))
     got, found = gradients(cases.in_float8(with_lora("z_image", lora), cases.ACTIVATIONS), cases.ACTIVATIONS)
     want, wanted = gradients(with_lora("z_image", lora), torch.float32)
@@ -100,7 +99,7 @@ def test_recomputed_blocks_do_not_repeat_their_last_products(how, monkeypatch):
             assert all(torch.equal(gradient, recomputed[name]) for name, gradient in kept.items())
     finally:
         torch.use_deterministic_algorithms(False)
-    # Two products are saved per stream: the last layer of the MLP, and in some blocks of attention.
+    # The last layer of each MLP is not repeated, and in blocks with one stream neither is that of attention.
     blocks = [len(block.spec.streams) or 2 for block in model.blocks]
     layers = len(targets(model, LORA))
     assert len(outputs) - every == layers - sum(blocks)

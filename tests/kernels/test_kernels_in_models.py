@@ -28,7 +28,7 @@ def with_kernels(model: DiT, flags: SpeedFlags = ALL) -> DiT:
 
 
 def with_vectors(model: DiT) -> DiT:
-    """Set biases and norm weights to random values, because zeros and ones would hide a missing one."""
+    """Set biases and norm weights to random values, because zeros and ones would hide that a vector is ignored."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.normal_(std=0.5)

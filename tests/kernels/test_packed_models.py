@@ -22,7 +22,7 @@ CAPTIONS = VDiTConfig((2, 4, 4), (2, 2, 2), 2, 72, 1, 3, text=TextConfig("t5", 8
 MIXED = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3, norm="rms", mlp="swiglu", qk_norm=True, positions="rope")
 MOVIEGEN = MovieGenConfig((4, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, kv_heads=1)
 FLOAT8 = DiTConfig((4, 4), 2, 2, 64, 2, 2, num_classes=3)
-# Captions among the tokens. Their pooled vectors have the captions' width.
+# Models with captions among the tokens. Pooled vectors have the width of caption tokens.
 OF_FLUX = FLUX | dict(
     num_layers=1, num_single_layers=1, attention_head_dim=36, axes_dims_rope=(8, 12, 16), pooled_projection_dim=14
 )

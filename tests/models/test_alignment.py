@@ -1,4 +1,4 @@
-"""Test representation alignment: its loss against numpy, which gradients it has, and routed tokens."""
+"""Test representation alignment: its loss against numpy, which parameters it trains, and routed tokens."""
 
 from dataclasses import replace
 

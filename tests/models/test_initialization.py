@@ -177,7 +177,7 @@ def expression(pattern: str) -> str:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_parameter_has_one_distribution(name):
     with torch.device("meta"):
-        model = build_model(replace(CONFIGS[name], depth=2))  # all blocks of a model are equal
+        model = build_model(replace(CONFIGS[name], depth=2))  # all blocks of a model have the same parameters
     patterns = model.initial_distributions()
     for parameter, _ in model.named_parameters():
         fitting = [patterns[pattern] for pattern in patterns if re.fullmatch(expression(pattern), parameter)]

@@ -78,7 +78,7 @@ def test_routed_blocks_see_the_same_tokens_as_without_packs(name):
 
 @pytest.mark.parametrize("cut", (False, True))
 def test_blocks_that_are_cut_or_recomputed(cut):
-    """Blocks are cut by hooks of shard units or by --grad_checkpoint, and may compute their modulation."""
+    """Blocks are recomputed, or cut by hooks as with shard units and compute their modulation."""
     model, given = made("vDiT, captions")
     wanted = given.gradients(model, given.one_by_one(model))
     hooks = [block.register_forward_pre_hook(lambda *_: None) for block in model.blocks] if cut else []

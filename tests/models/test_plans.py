@@ -60,8 +60,7 @@ def test_amounts_add_up_scale_by_scale():
     assert Kept(1, 2, 3, 4) + Kept(10, 20, 30, 40) == Kept(11, 22, 33, 44)
 
 
-# ------------------------------------------------------------------------------ a new architecture: model, plan, zoo
-# line
+# ------------------------------------------------------------------------- a new architecture: model, plan, zoo line
 
 
 @dataclass(frozen=True)

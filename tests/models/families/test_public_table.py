@@ -1,4 +1,4 @@
-"""Test the values that flags know about public models without torch against the families themselves."""
+"""Test that what flags know about public models without importing torch matches the families."""
 
 import json
 import re
