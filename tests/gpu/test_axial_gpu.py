@@ -1,7 +1,5 @@
-"""Test ST-DiT with sequence parallelism on 2 and 4 GPUs in bf16: gradients, and steps replayed from a CUDA graph.
-
-The error of an output or gradient against fp32 may be at most 1.5 times that of one GPU in bf16, which rounds as often.
-"""
+"""Test ST-DiT with sequence parallelism on 2 and 4 GPUs in bf16: gradients, and steps replayed from a CUDA graph. The
+error of an output or gradient against fp32 may be at most 1.5 times that of one GPU in bf16, which rounds as often."""
 
 from dataclasses import replace
 

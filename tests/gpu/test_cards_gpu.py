@@ -1,8 +1,5 @@
-"""Test LoRA's frozen blocks on a GPU, kept in host memory or stored in fewer bits.
-
-Blocks in host memory give the same bits as resident ones, with less GPU memory. The kernels for stored weights match
-their references.
-"""
+"""Test LoRA's frozen blocks on a GPU, kept in host memory or stored in fewer bits. Blocks in host memory give the same
+bits as resident ones, with less GPU memory. The kernels for stored weights match their references."""
 
 import pytest
 import torch

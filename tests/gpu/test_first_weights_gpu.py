@@ -17,10 +17,8 @@ RUNS = [(name, plugin, "bf16") for name in NAMES for plugin in ("fsdp", "zero2")
 
 
 def on_gpus(mesh: Mesh, files: dict[str, Path], large: Path) -> tuple[list, int, int]:
-    """Build all cases, then a larger model.
-
-    Returns the cases, the bytes of this rank's trained weights in the larger model, and the peak memory of building it.
-    """
+    """Build all cases, then a larger model. Returns the cases, the bytes of this rank's trained weights in the larger
+    model, and the peak memory of building it."""
     found = built(mesh, files, RUNS)
     spec = specification(mesh, LARGE["whole"], read_newest(large, mesh=mesh), "fsdp", "fp32")
     torch.cuda.synchronize()

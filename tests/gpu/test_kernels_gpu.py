@@ -251,9 +251,7 @@ def test_attention_of_deterministic_runs_repeats_its_bits(backend, dtype, tokens
 @pytest.mark.parametrize("dtype", (BFLOAT16, torch.float16))
 def test_the_flash_attn_package_against_float64(dtype, head_dim):
     """Check the output, the gradients, repeatable bits and CUDA graphs, for lengths that are no multiple of a tile.
-
-    With head size 72, heads are padded in the backward pass through a private function of flash-attn-4 4.0.0b36.
-    """
+    With head size 72, heads are padded in the backward pass through a private function of flash-attn-4 4.0.0b36."""
     assert flash_attn()[1] != CUTE or backward_pass() is not None
     backend, reason = resolve_attention("flash_attn", "cuda", dtype, head_dim, 257, tiled=True)
     assert backend == "flash_attn" and reason.startswith(f"asked for, {flash_attn()[1]}")

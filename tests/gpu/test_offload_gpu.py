@@ -88,11 +88,8 @@ def delayed(move):
 
 
 def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
-    """Return the losses, the final state and the peak memory for each offload.
-
-    The same follows for runs that resume from the checkpoint of another offload, with delayed averages; their peak is
-    None.
-    """
+    """Return the losses, the final state and the peak memory for each offload. The same follows for runs that resume
+    from the checkpoint of another offload, with delayed averages; their peak is None."""
     make_deterministic()
     train(mesh, *engine_of(mesh, "none"), range(2), graph)  # libraries allocate workspaces that they keep
     ways = (*OFFLOAD, BLOCKS) if mesh.world_size > 1 else OFFLOAD

@@ -1,7 +1,5 @@
-"""Test pipelines of public models on a GPU, in bf16 and FP8.
-
-Sampled latents are compared with diffusers in fp32 on the CPU, and twenty steps of train.py with fp32.
-"""
+"""Test pipelines of public models on a GPU, in bf16 and FP8. Sampled latents are compared with diffusers in fp32 on the
+CPU, and twenty steps of train.py with fp32."""
 
 from pathlib import Path
 from typing import Any

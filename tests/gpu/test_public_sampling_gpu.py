@@ -1,8 +1,5 @@
-"""Test public models in the sampling engine on GPUs.
-
-Recorded steps give the same bits as unrecorded ones, for captions of unequal lengths and batches of varying lengths.
-Two ranks draw the same samples as one.
-"""
+"""Test public models in the sampling engine on GPUs. Recorded steps give the same bits as unrecorded ones, for captions
+of unequal lengths and batches of varying lengths. Two ranks draw the same samples as one."""
 
 import pytest
 import torch
@@ -59,10 +56,8 @@ def test_recorded_approximations(case, asked):
 
 
 def distances(mesh: Mesh, dtype: torch.dtype) -> list[tuple[str, bool, list[float], list[float]]]:
-    """Compare two ranks and one with fp32 on a CPU.
-
-    Returns, for every case and way, whether recorded steps give the same bits, and the errors of two ranks and of one.
-    """
+    """Compare two ranks and one with fp32 on a CPU. Returns, for every case and way, whether recorded steps give the
+    same bits, and the errors of two ranks and of one."""
     torch.set_float32_matmul_precision("highest")
     found = []
     for case in CASES[:3]:

@@ -1,7 +1,5 @@
-"""Test loading published weights onto a GPU through page-locked buffers.
-
-The values are right although buffers are reused, loading is fast, and host memory never holds a copy of all weights.
-"""
+"""Test loading published weights onto a GPU through page-locked buffers. The values are right although buffers are
+reused, loading is fast, and host memory never holds a copy of all weights."""
 
 import time
 

@@ -212,7 +212,7 @@ def test_two_models_one_after_the_other():
 
 
 def test_memory_does_not_grow():
-    """Memory does not grow over batches of varying sizes, although only some loops are kept; all is freed in the end."""
+    """Memory does not grow over batches of varying sizes, of which only some are kept, and is freed in the end."""
     objective = DDPMObjective()
     model = model_of(LABELS, objective, torch.bfloat16)
     before, after = torch.cuda.memory_allocated(), []

@@ -1,7 +1,5 @@
-"""Test sequence parallelism on 2 and 4 GPUs in bf16 against one GPU: all gradients and the loss curve.
-
-The error of an output or gradient against fp32 may be at most 1.5 times that of one GPU in bf16, which rounds as often.
-"""
+"""Test sequence parallelism on 2 and 4 GPUs in bf16 against one GPU: all gradients and the loss curve. The error of an
+output or gradient against fp32 may be at most 1.5 times that of one GPU in bf16, which rounds as often."""
 
 import time
 
@@ -169,10 +167,8 @@ def test_fifty_steps_give_one_gpus_curve(world):
 
 
 def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
-    """Return (the runner's note on CUDA graphs, losses) for each type.
-
-    Each type runs without a graph, with one, and with a graph whose recording fails inside a layer.
-    """
+    """Return (the runner's note on CUDA graphs, losses) for each type. Each type runs without a graph, with one, and
+    with a graph whose recording fails inside a layer."""
     device, shape = mesh.device, Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES)
     shared, found = init_mesh(sequence_parallel=mesh.world_size), []
 

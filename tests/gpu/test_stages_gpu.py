@@ -1,7 +1,5 @@
-"""Test pipeline parallelism on GPUs with all fused kernels against one GPU: all gradients and the loss curve.
-
-In bf16, the error of a loss or gradient against fp32 may be at most 1.5 times that of one GPU, which rounds as often.
-"""
+"""Test pipeline parallelism on GPUs with all fused kernels against one GPU: all gradients and the loss curve. In bf16,
+the error of a loss or gradient against fp32 may be at most 1.5 times that of one GPU, which rounds as often."""
 
 from dataclasses import replace
 

@@ -1,8 +1,5 @@
-"""Test tensor parallelism on 2 GPUs with all fused kernels against one GPU: all gradients, and CUDA graphs.
-
-In bf16, the error of an output or gradient against fp32 may be at most 1.5 times that of one GPU, which rounds as
-often.
-"""
+"""Test tensor parallelism on 2 GPUs with all fused kernels against one GPU: all gradients, and CUDA graphs. In bf16,
+the error of an output or gradient against fp32 may be at most 1.5 times that of one GPU, which rounds as often."""
 
 import copy
 from dataclasses import replace

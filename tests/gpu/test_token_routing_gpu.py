@@ -17,11 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def compare(config, route, loss):
-    """Assert that gradients with kernels in bf16 are as close to fp32 as those of torch in bf16.
-
-    Args:
-        loss: function of the model and the dtype of its input.
-    """
+    """Assert that gradients with kernels in bf16 are as close to fp32 as those of torch in bf16. loss: function of the
+    model and the dtype of its input."""
     found = []
     for kernels, dtype in ((False, torch.float32), (False, torch.bfloat16), (True, torch.bfloat16)):
         model = randomised(build_model(config, 0)).place("cuda", dtype)

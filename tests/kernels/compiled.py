@@ -77,11 +77,7 @@ def usage(binary: bytes) -> dict[str, int]:
 def forward_and_backward(
     name: str, width: int, dtype: torch.dtype, lengths: tuple | None = None, frozen: bool = False
 ) -> None:
-    """Run a fused operation and its backward pass.
-
-    Args:
-        frozen: True if only activations need gradients, as with LoRA.
-    """
+    """Run a fused operation and its backward pass. frozen: True if only activations need gradients, as with LoRA."""
     op = OPERATORS[name]
     leaves, sample_of_row = make_inputs(op, 2, 256, width, dtype, lengths=lengths)
     for name, leaf in leaves.items():

@@ -1,7 +1,5 @@
-"""Test the fused optimizer step against AdamW, gradient clipping and moving averages written out in float64.
-
-The tests run twice: here with torch, and in a separate process with the kernels in Triton's interpreter.
-"""
+"""Test the fused optimizer step against AdamW, gradient clipping and moving averages written out in float64. The tests
+run twice: here with torch, and in a separate process with the kernels in Triton's interpreter."""
 
 import math
 import os
@@ -237,11 +235,8 @@ def test_some_squares_are_others_to_count():
 
 
 def check_directions(device: str, gradient: torch.dtype) -> None:
-    """Check tensors without second moments, as for Muon.
-
-    Their momentum keeps the scale of the gradients, and they move in the direction that is then written. All other
-    tensors take an AdamW step.
-    """
+    """Check tensors without second moments, as for Muon. Their momentum keeps the scale of the gradients, and they move
+    in the direction that is then written. All other tensors take an AdamW step."""
     case, directed, momentum, scale = Case(device, gradient), (1, 4, 5), 0.9, 64.0
     squares = [None if i in directed else square for i, square in enumerate(case.exp_avg_sqs)]
     case.step = FusedStep(

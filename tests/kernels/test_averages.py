@@ -1,7 +1,5 @@
-"""Test averages that are updated apart from the step: they match those of the fused step bit for bit, and float64.
-
-The tests run twice: here with torch, and by tests/kernels/test_adamw_ema.py in Triton's interpreter.
-"""
+"""Test averages that are updated apart from the step: they match those of the fused step bit for bit, and float64. The
+tests run twice: here with torch, and by tests/kernels/test_adamw_ema.py in Triton's interpreter."""
 
 import math
 

@@ -122,9 +122,7 @@ def test_products_are_exact_for_the_stored_numbers(kind, low_rank):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_has_the_outputs_and_gradients_of_its_dense_weights(kind):
     """Compare a model that stores its weights with one that has the dequantised weights, and with the original model.
-
-    All linear layers in the blocks are stored, and no others.
-    """
+    All linear layers in the blocks are stored, and no others."""
 
     def with_lora():
         model = model_of("flux")

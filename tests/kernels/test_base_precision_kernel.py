@@ -53,10 +53,8 @@ def test_few_rows_are_multiplied_by_the_weight_in_float8(rows, monkeypatch):
 
 
 def test_products_in_float8_read_what_is_stored(monkeypatch):
-    """--fp8 gives the same bits with stored weights as with weights that it casts itself.
-
-    For nf4, it casts the dequantised weights.
-    """
+    """--fp8 gives the same bits with stored weights as with weights that it casts itself. For nf4, it casts the
+    dequantised weights."""
     monkeypatch.setitem(cases.VALUES, "flux", cases.VALUES["flux"] | {"num_single_layers": 1})
     monkeypatch.setattr(stored, "dense", stored.dense_reference)  # the same bits as the kernel, and faster here
     # products of few rows would add in another order

@@ -1,7 +1,5 @@
-"""Test which of cuBLASLt's proposals is used, and when torch's product is used.
-
-Tests on a GPU are in tests/gpu/test_cublaslt_gpu.py.
-"""
+"""Test which of cuBLASLt's proposals is used, and when torch's product is used. Tests on a GPU are in
+tests/gpu/test_cublaslt_gpu.py."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Test 8-bit moments against torchao: codes, scales, decoded values and steps; and their checkpoints.
-
-tests/kernels/test_adamw_ema.py runs the same tests again in Triton's interpreter.
-"""
+tests/kernels/test_adamw_ema.py runs the same tests again in Triton's interpreter."""
 
 import pytest
 import torch

@@ -25,10 +25,8 @@ def formula(q, k, v, scale, offsets=None):
 
 @pytest.fixture
 def package(monkeypatch):
-    """Install a fake package and yield a list of its calls.
-
-    Each entry has the pass and the head sizes; for the backward pass, also the ``deterministic`` flag.
-    """
+    """Install a fake package and yield a list of its calls. Each entry has the pass and the head sizes; for the
+    backward pass, also the ``deterministic`` flag."""
     given = []
 
     def forward(q, k, v, *, softmax_scale, return_lse=False, cu_seqlens_q=None, cu_seqlens_k=None, deterministic=False,

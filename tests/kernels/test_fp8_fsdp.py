@@ -1,7 +1,5 @@
-"""Test FP8 under --plugin fsdp, with weights gathered in float8, or gathered in bf16 and cast by the blocks.
-
-The tests run in Triton's interpreter, on gloo ranks.
-"""
+"""Test FP8 under --plugin fsdp, with weights gathered in float8, or gathered in bf16 and cast by the blocks. The tests
+run in Triton's interpreter, on gloo ranks."""
 
 from dataclasses import replace
 
@@ -98,9 +96,7 @@ def trained(
     mesh: Mesh, config: DiTConfig, sharding: Sharding, steps: int, accumulation: int, checkpointed: bool
 ) -> tuple:
     """Train for some steps, and return outputs, gradients, masters, gathered bytes and the number of float8 weights.
-
-    The last output is computed after all masters were doubled. The bytes are those of the last step.
-    """
+    The last output is computed after all masters were doubled. The bytes are those of the last step."""
     model = with_vectors(fresh(config))
     sequence = strategy(mesh, "fastseq", config) if mesh.sp_size > 1 else None
     apply_parallel(model, ops=chosen({FLOAT8}), sequence=sequence, grad_checkpoint=checkpointed)

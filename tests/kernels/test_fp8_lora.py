@@ -1,7 +1,5 @@
-"""Test LoRA with FP8: products with frozen weights use float8, and LoRA's use the activations' dtype.
-
-The tests run in Triton's interpreter; tests/gpu/test_lora_gpu.py runs the same on a GPU.
-"""
+"""Test LoRA with FP8: products with frozen weights use float8, and LoRA's use the activations' dtype. The tests run in
+Triton's interpreter; tests/gpu/test_lora_gpu.py runs the same on a GPU."""
 
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
-"""Test FP8 with sequence parallelism: errors against fp32 are as small as those of one process in FP8.
-
-The tests run in Triton's interpreter, on gloo ranks; tests/gpu/test_sequence_gpu.py has the same on GPUs.
-"""
+"""Test FP8 with sequence parallelism: errors against fp32 are as small as those of one process in FP8. The tests run in
+Triton's interpreter, on gloo ranks; tests/gpu/test_sequence_gpu.py has the same on GPUs."""
 
 import pytest
 import torch

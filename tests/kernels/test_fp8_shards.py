@@ -1,7 +1,5 @@
-"""Test that weights quantised shard by shard have the same bits as a cast of the whole weight.
-
-The tests run in Triton's interpreter; tests/gpu/test_fp8_gpu.py runs the same on a GPU.
-"""
+"""Test that weights quantised shard by shard have the same bits as a cast of the whole weight. The tests run in
+Triton's interpreter; tests/gpu/test_fp8_gpu.py runs the same on a GPU."""
 
 import math
 

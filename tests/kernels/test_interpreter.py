@@ -1,7 +1,5 @@
-"""Run the files listed in interpreted.py with Triton's interpreter on the CPU.
-
-To see single tests: ``TRITON_INTERPRET=1 python -m pytest tests/kernels``.
-"""
+"""Run the files listed in interpreted.py with Triton's interpreter on the CPU. To see single tests:
+``TRITON_INTERPRET=1 python -m pytest tests/kernels``."""
 
 import os
 import subprocess

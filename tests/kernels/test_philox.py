@@ -1,7 +1,5 @@
 """Test the Philox kernel in Triton's interpreter: it gives the bits of opendit.diffusion.random's torch operations.
-
-Known answers are tested in tests/diffusion/test_random.py.
-"""
+Known answers are tested in tests/diffusion/test_random.py."""
 
 import pytest
 import torch

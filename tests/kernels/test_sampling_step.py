@@ -1,7 +1,5 @@
-"""Test the kernels at both ends of a sampling step: from x to tokens, and from tokens to the next x.
-
-These tests run in Triton's interpreter; tests/gpu/test_sampling_gpu.py runs the same on a GPU.
-"""
+"""Test the kernels at both ends of a sampling step: from x to tokens, and from tokens to the next x. These tests run in
+Triton's interpreter; tests/gpu/test_sampling_gpu.py runs the same on a GPU."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Test the attention kernel for short sequences in Triton's interpreter, against float64.
-
-tests/gpu/test_sampling_gpu.py runs the same on a GPU.
-"""
+tests/gpu/test_sampling_gpu.py runs the same on a GPU."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
-"""Test the fused kernels with tensor parallelism against torch in one process.
-
-The tests run in Triton's interpreter, on gloo ranks; tests/gpu/test_tensor_gpu.py has the same on GPUs.
-"""
+"""Test the fused kernels with tensor parallelism against torch in one process. The tests run in Triton's interpreter,
+on gloo ranks; tests/gpu/test_tensor_gpu.py has the same on GPUs."""
 
 from dataclasses import replace
 

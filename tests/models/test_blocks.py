@@ -102,10 +102,8 @@ def test_joined_operations_are_those_of_blocks_that_finish(config):
 
 
 def test_a_block_that_has_begun_is_the_only_one_to_hold_its_input():
-    """Without gradients, a block frees its input and its first norm after their last use.
-
-    The previous block's hidden layer must be freed too. Live tensors are counted at every fc1.
-    """
+    """Without gradients, a block frees its input and its first norm after their last use. The previous block's hidden
+    layer must be freed too. Live tensors are counted at every fc1."""
     made, alive = [], []
 
     def layernorm_modulate(x, shift, scale):
@@ -143,10 +141,8 @@ def test_what_tells_that_a_block_is_cut_is_there():
 
 
 def sharded(mesh, configs: list) -> list[float]:
-    """Return the worst relative errors with FSDP2 around the plan's shard units, against one process.
-
-    Each rank has other samples.
-    """
+    """Return the worst relative errors with FSDP2 around the plan's shard units, against one process. Each rank has
+    other samples."""
     found = []
     for config, reshard, checkpointed in configs:
         model, arguments = model_of(config), inputs(config, 4)

@@ -1,7 +1,5 @@
-"""Test initial values: the generator, the distributions, and that values depend only on seed, name and position.
-
-The references are Philox in Python integers, closed forms, and torch's own initialisation.
-"""
+"""Test initial values: the generator, the distributions, and that values depend only on seed, name and position. The
+references are Philox in Python integers, closed forms, and torch's own initialisation."""
 
 import math
 import re
@@ -48,10 +46,8 @@ def values(distribution: Distribution, seed=1, name=NAME, shape=SHAPE, start=0, 
 
 
 def philox(counter: int, key: int) -> list[int]:
-    """Return four words of Philox-4x64-10 (Salmon et al. 2011, fig. 2 and table 2).
-
-    The counter has 256 bits and the key 128.
-    """
+    """Return four words of Philox-4x64-10 (Salmon et al. 2011, fig. 2 and table 2). The counter has 256 bits and the
+    key 128."""
     x, (k0, k1) = [counter >> 64 * i & MASK for i in range(4)], (key & MASK, key >> 64)
     for _ in range(10):
         p0, p1 = 0xD2E7470EE14C6C93 * x[0], 0xCA5A826395121157 * x[2]

@@ -1,7 +1,5 @@
-"""Test every mix of norm, MLP, positions and QK-norm in DiT and vDiT against a plain float64 network.
-
-Also test checkpoints with mixes, and errors for unsupported ones.
-"""
+"""Test every mix of norm, MLP, positions and QK-norm in DiT and vDiT against a plain float64 network. Also test
+checkpoints with mixes, and errors for unsupported ones."""
 
 import itertools
 import json

@@ -1,7 +1,5 @@
-"""Test token routing against blocks that mask dropped tokens, in float64, with and without SPRINT's fusion.
-
-Also test which tokens are drawn, and the FLOPs.
-"""
+"""Test token routing against blocks that mask dropped tokens, in float64, with and without SPRINT's fusion. Also test
+which tokens are drawn, and the FLOPs."""
 
 import json
 from functools import partial
@@ -35,10 +33,8 @@ ROUTE = TokenRoute(1, 3, 0.4)
 
 
 def masked(model, x, t, y, kept, dropped):
-    """Compute the routed model with all tokens, as a reference.
-
-    Routed blocks attend only to kept tokens and change no others. The fusion replaces all others by the mask token.
-    """
+    """Compute the routed model with all tokens, as a reference. Routed blocks attend only to kept tokens and change no
+    others. The fusion replaces all others by the mask token."""
     mask = torch.zeros(len(x), model.config.tokens, dtype=torch.bool)
     for sample, own in enumerate(kept.tolist()):
         mask[sample, own] = True

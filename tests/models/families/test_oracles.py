@@ -338,10 +338,8 @@ WRONG: dict[tuple[str, str], Change] = {}
 
 
 def wrong(what: str, *families: str) -> Callable[[Change], Change]:
-    """Register a mistake for some families.
-
-    The function is called with our network, monkeypatch and the captions, and returns other captions or None.
-    """
+    """Register a mistake for some families. The function is called with our network, monkeypatch and the captions, and
+    returns other captions or None."""
 
     def register(change: Change) -> Change:
         for family in families:

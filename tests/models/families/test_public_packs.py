@@ -73,10 +73,7 @@ def gradients_of(predict, module, latents: list[Tensor], y: TextCondition) -> tu
 
 def compared(variant: str, dtype: torch.dtype, prepare: Callable[[PublicDiT], Any] = id) -> dict[str, float]:
     """Return the difference of each output and gradient between a pack and diffusers' network, sample by sample.
-
-    Args:
-        prepare: function that is called with our network before it runs.
-    """
+    prepare: function that is called with our network before it runs."""
     family = variant.split()[0]
     oracle = ORACLES[family](dtype, **VARIANTS[variant])
     model = ours(oracle, dtype)
