@@ -20,7 +20,7 @@ continue.
 
 import sys
 
-from opendit.config.console import answer_interrupts, prepare_console, print_error, should_print
+from opendit.config.console import answer_interrupts, prepare_console, print_error, run_program, should_print
 
 if __name__ == "__main__":
     answer_interrupts()  # Ctrl-C prints one line, even during the imports below
@@ -94,4 +94,4 @@ def refuse(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -11,7 +11,7 @@ sample's index."""
 
 import sys
 
-from opendit.config.console import answer_interrupts, prepare_console
+from opendit.config.console import answer_interrupts, prepare_console, run_program
 
 if __name__ == "__main__":
     answer_interrupts()  # Ctrl-C prints one line, even during the imports below
@@ -89,4 +89,4 @@ def draw_batch(run: "SamplingRun", batch: range) -> tuple["Tensor", "Tensor"]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(main, sys.argv[1:])

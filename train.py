@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from opendit.config.console import answer_interrupts, prepare_console
+from opendit.config.console import answer_interrupts, prepare_console, run_program
 
 if __name__ == "__main__":
     answer_interrupts()  # Ctrl-C prints one line, even during the imports below
@@ -240,4 +240,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main, sys.argv[1:])

@@ -1,8 +1,7 @@
 """The console command, also for torchrun's ``-m opendit``."""
 
-import sys
 
-from opendit.config.console import answer_interrupts
+from opendit.config.console import answer_interrupts, run_program
 
 
 def main() -> int:
@@ -13,4 +12,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -4,6 +4,7 @@ A program continues if a stream can't encode a character, a disk is full or a pi
 mistake, as one line with the flag, the value, the reason and the fix.
 """
 
+import atexit
 import contextlib
 import errno
 import io
@@ -11,8 +12,10 @@ import logging
 import os
 import select
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any, NoReturn, cast
 
 PATIENCE_S = 10.0  # seconds to wait for a stream without room, such as a full non-blocking pipe
 LONGEST = 400  # characters of a message that are shown, at most
@@ -66,6 +69,29 @@ def prepare_console() -> None:
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler, _AboveProgressBar) for handler in logger.handlers):
         logger.addHandler(_AboveProgressBar())
+
+
+def run_program(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
+    """Call ``main(*arguments)`` and end the process with the exit code that it returns or raises.
+
+    One of several ranks ends without finalising the interpreter. Threads of torch.distributed may still hold tensors,
+    and would abort the process (pytorch/pytorch#190489).
+    """
+    try:
+        code: Any = main(*arguments)
+    except SystemExit as end:
+        code = end.code
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        sys.exit(code)
+    if not isinstance(code, int | None):  # a message
+        print(code, file=sys.stderr)
+        code = 1
+    cast(Any, threading)._shutdown()  # waits for threads that are not daemons, as the interpreter does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 def answer_interrupts() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from opendit.config.checks import check_exists, check_no_folder, check_output_file
 from opendit.config.command_line import CommandLine, read_flags
-from opendit.config.console import name_of, prepare_console
+from opendit.config.console import name_of, prepare_console, run_program
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.flags import Value
 
@@ -69,4 +69,4 @@ def _plot(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

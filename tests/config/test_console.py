@@ -94,3 +94,45 @@ runpy.run_path({program!r}, run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGINT and done.stderr == "\nerror: interrupted\n"
+
+
+ENDS = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from opendit.config.console import run_program
+
+def compute():  # torch aborts a process whose interpreter is finalised while a thread is inside an operation
+    import torch
+    x = torch.ones(100)
+    started.set()
+    while True:
+        x + x
+
+def late():
+    time.sleep(0.5)
+    print("the pool's work is done")
+
+def main(how):
+    atexit.register(print, "exit function")
+    threading.Thread(target=compute, daemon=True).start()
+    started.wait()
+    ThreadPoolExecutor(1).submit(late)
+    if how == "raise":
+        sys.exit(7)
+    if how == "message":
+        sys.exit("what is wrong")
+    return None if how == "none" else 5
+
+started = threading.Event()
+run_program(main, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("return", 5), ("raise", 7), ("none", 0), ("message", 1)])
+def test_a_rank_ends_with_its_code_while_threads_compute(how, code, tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, script, how], capture_output=True, text=True, env=env, timeout=100)
+    assert (done.returncode, done.stderr) == (code, "what is wrong\n" if how == "message" else "")
+    assert "the pool's work is done" in done.stdout and "exit function" in done.stdout
