@@ -1,6 +1,5 @@
 """The console command, also for torchrun's ``-m opendit``."""
 
-
 from opendit.config.console import answer_interrupts, run_program
 
 
