@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from opendit.config.command_line import CommandLine
-from opendit.config.console import name_of, prepare_console
+from opendit.config.console import name_of, prepare_console, run_program
 from opendit.config.flags import Value, whole
 from opendit.config.parallel_sizes import environment_node_size
 from opendit.parallel.hardware import HardwareModel, default_path, save
@@ -65,4 +65,4 @@ def table(found: HardwareModel) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(main, sys.argv[1:])
