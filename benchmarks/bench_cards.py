@@ -79,6 +79,18 @@ CASES = (
     Case(
         "22.5, 41 of 57", "flux", 22.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} --recompute_blocks 41 {GRAPH}", 1.15
     ),
+    Case(
+        "22.5, 38 of 57", "flux", 22.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} --recompute_blocks 38 {GRAPH}", 1.15
+    ),
+    Case(
+        "22.5, 28 of 57 in host memory",
+        "flux",
+        22.5,
+        f"{FLUX} --base_precision fp8 {RECOMPUTED} --recompute_blocks 28 --offload blocks:28 {GRAPH}",
+        1.15,
+    ),
+    Case("bf16, all kept", "flux", None, f"{FLUX.replace(' --fp8', '')} {GRAPH}"),
+    Case("bf16, blocks recomputed", "flux", None, f"{FLUX.replace(' --fp8', '')} --grad_checkpoint {GRAPH}"),
     Case("14.5", "flux", 14.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} --offload blocks:15 {GRAPH}", 1.4),
     Case("10.5", "flux", 10.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} --offload blocks:36 {GRAPH}", 1.6),
     Case("10.5 kernel by kernel", "flux", 10.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} --offload blocks:36"),

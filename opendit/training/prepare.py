@@ -207,8 +207,8 @@ def _resume_packs(schedule: PackSchedule, resume: Checkpoint, notes: list[str]) 
     schedule.restore(packs, step)
     if "step" not in packs:
         notes.append(
-            "--pack_tokens: the checkpoint's packs were planned by another rule; the run goes on from where their last "
-            "window began, so that some of its samples come once more"
+            "--pack_tokens: the checkpoint's packs were planned by another rule; the run continues where their last "
+            "window began, so some of its samples come again"
         )
 
 
