@@ -15,6 +15,7 @@ from opendit.models.conditioning import Condition, joined, with_given
 from opendit.models.dit import DiT
 
 PRODUCT_ROWS = 256  # rows of every matrix product that computes modulations
+CAPTIONS_SHARE = 1 / 16  # of the blocks' weights: memory that the captions' keys and values may take in any case
 
 GatherRows = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,7 +35,7 @@ class PreparedModel:
         guided: True if there is a null condition.
         size: size of the latents, without channels.
         memory: maximum bytes of a table. The table of modulations holds at least one step. If the captions' keys and
-            values don't fit, every step recomputes them.
+            values take more than this and than ``CAPTIONS_SHARE`` of the blocks' weights, every step recomputes them.
         shared: True if ranks share a batch. Then a call may be for any rows of the batch, not only the first.
 
     Attributes:
@@ -82,14 +83,17 @@ class PreparedModel:
         self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:
-        """Store every block's keys and values for all rows, or the captions' tokens if ``memory`` is too small."""
+        """Store every block's keys and values for all rows, or only the captions' tokens if they would take too much
+        memory."""
         if context is None:
             self._parts = 0
             return
         tokens, mask = context
         every = self._static["rows"][0].flatten()
         needed = 2 * tokens[0].nbytes * len(every) * len(self.model.blocks)
-        contexts = [context] if needed > self.memory else self.model.contexts(context) or []
+        weights = sum(parameter.nbytes for parameter in self.model.blocks.parameters())
+        kept = needed <= max(self.memory, CAPTIONS_SHARE * weights)
+        contexts = (self.model.contexts(context) or []) if kept else [context]
         self._parts = len(contexts[0])
         self._keep("contexts", [part[every] for block in contexts for part in block[:-1]] + [mask[every]])
 

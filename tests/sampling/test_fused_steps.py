@@ -9,7 +9,7 @@ from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, sample
 from opendit.models.dit import DiTConfig
 from opendit.models.zoo import build_model
-from opendit.sampling import fused_steps, sampling_engine
+from opendit.sampling import fused_steps, prepared_model, sampling_engine
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_zoo import CONFIGS, NAMED
 from tests.sampling.tape import TapeRecorder
@@ -72,7 +72,8 @@ def test_every_architecture(config):
 
 
 @pytest.mark.parametrize(("which", "sampler"), [("ddpm", "ddpm"), ("edm", "heun")])
-def test_tables_of_a_few_steps(which, sampler):
+def test_tables_of_a_few_steps(which, sampler, monkeypatch):
+    monkeypatch.setattr(prepared_model, "CAPTIONS_SHARE", 0)
     for memory in (1, 3 * 2 * 4 * 8 * 48 * 14):
         engine = compare(CAPTIONS, which, sampler, counts=(3, 2, 3), steps=8, table_bytes=memory)
         assert {loop.fused.capacity for size, loop in engine.loops.items() if size == 3} < set(range(1, 8))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from opendit.models import attention
+from opendit.models.attention import CrossAttention
 from opendit.parallel.mesh import Mesh
-from opendit.sampling import fused_steps, sampling_engine
+from opendit.sampling import fused_steps, prepared_model, sampling_engine
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.families.oracles import captions
 from tests.numbers import largest
@@ -55,6 +56,21 @@ def test_approximations_recorded_or_not(case, asked):
     for one, other, third in zip(found, wanted, without, strict=True):
         assert off(one, other) < 1e-5 < off(one, third) < 1
     assert recorded.share_evaluated == eager.share_evaluated < 1
+
+
+@pytest.mark.parametrize("share,times_made", [(1e9, 1), (0, 6)])
+def test_captions_keys_and_values_are_made_once_a_prompt(share, times_made, monkeypatch):
+    """They are made again in each of the 6 steps only if they take too much memory beside the weights."""
+    made, make = [], CrossAttention.keys_values
+    monkeypatch.setattr(prepared_model, "CAPTIONS_SHARE", share)
+    monkeypatch.setattr(
+        CrossAttention, "keys_values", lambda layer, *context: made.append(layer) or make(layer, *context)
+    )
+    case, model = next(case for case in CASES if case.family == "wan"), network("wan")
+    engine = SamplingEngine(model, case.objective, **(case.settings | {"steps": 6}), table_bytes=1)
+    for number in (0, 1):
+        drawn(engine, "wan", numbers=(number,))
+        assert len(made) == (1 + number) * times_made * len(model.blocks)
 
 
 # (caption lengths in a step, with the empty caption last if guided; whether a mask is needed)

@@ -12,6 +12,7 @@ from opendit.models.conditioning import TextCondition, encode_bytes
 from opendit.models.dit import DiTConfig
 from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model
+from opendit.sampling import prepared_model
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import CLIP, CONFIGS, NAMED, PICTURE, TEXT
@@ -112,8 +113,9 @@ def test_every_sampler_guided_or_not_and_in_an_interval(which, sampler, config):
 
 
 @pytest.mark.parametrize(("which", "sampler"), [("ddpm", "ddpm"), ("edm", "heun"), ("flow", "euler")])
-def test_tables_of_a_few_steps(which, sampler):
+def test_tables_of_a_few_steps(which, sampler, monkeypatch):
     """The tables hold one of eight steps, or a few."""
+    monkeypatch.setattr(prepared_model, "CAPTIONS_SHARE", 0)
     for memory in (1, 3 * 2 * 4 * 8 * 48 * 14):
         engine = compare(LABELS, which, sampler, counts=(3, 2, 3), steps=8, table_bytes=memory)
         (capacity,) = {loop.network.capacity for size, loop in engine.loops.items() if size == 3}
