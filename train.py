@@ -211,7 +211,7 @@ def start(flags: TrainConfig) -> Path | None:
         return dry_run(flags)
     with Supervisor(USER_ERRORS) as supervisor:
         mesh = init_mesh(dims=dims_of(flags, flags.world_size()))
-        if flags.parallel == "auto" or flags.card is not None:
+        if flags.decided_by_estimates:
             flags, mesh = decide_on_ranks(flags, mesh)
         flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
         run = prepare(flags, mesh, notes)

@@ -30,6 +30,7 @@ from opendit.config.flags import (
 )
 from opendit.config.names import (
     ATTENTION,
+    AUTO,
     BASE_PRECISIONS,
     BEST,
     BLOCKS,
@@ -489,8 +490,8 @@ class MemoryFlags(Flags):
     recompute: str = flag(
         "none",
         "recomputed in backward: LayerNorms (norms), GELU too (cheap), fc1 too (mlp, half of them: half), all but "
-        "attention (but_attention)",
-        choices=RECOMPUTE,
+        "attention (but_attention); auto: what fits and costs least",
+        choices=(*RECOMPUTE, AUTO),
     )
     recompute_blocks: int | None = flag(
         None,

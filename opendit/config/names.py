@@ -216,6 +216,7 @@ ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
 # value of --recompute: recompute each block in the backward pass, except for its attention
 BUT_ATTENTION = "but_attention"
 RECOMPUTE = ("none", "norms", "cheap", "half", "mlp", BUT_ATTENTION)
+AUTO = "auto"  # value of --recompute, --parallel and --card: choose by estimates of memory and time
 
 # Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss; other metrics measure samples.
 BEST = {

@@ -50,6 +50,7 @@ from opendit.config.console import OnThisMachine
 from opendit.config.evaluate import EvaluateConfig, rename_for_training
 from opendit.config.flags import check_unused, check_values
 from opendit.config.names import (
+    AUTO,
     BLOCKS,
     BUT_ATTENTION,
     DESCRIPTIONS,
@@ -120,6 +121,11 @@ class TrainConfig(
         """Return the number of processes, or with --dry_run the number of GPUs to plan for."""
         found = super().world_size()
         return found if self.dry_run is None else self.dry_run or max(found, self.sharing)
+
+    @property
+    def decided_by_estimates(self) -> bool:
+        """True if estimates of memory and time choose some flags before the run starts."""
+        return self.parallel == AUTO or self.card is not None or self.recompute == AUTO
 
     @property
     def sharing(self) -> int:
@@ -711,7 +717,7 @@ class TrainConfig(
                 f"--offload {self.offload}: is for public models, not --model {self.model}, unless --plugin fsdp has "
                 "several GPUs; leave it out"
             )
-        if not sharded and not self.grad_checkpoint and self.recompute != BUT_ATTENTION:
+        if not sharded and not self.grad_checkpoint and self.recompute not in (BUT_ATTENTION, AUTO):
             raise ValueError(
                 f"--offload {self.offload}: the backward pass calls blocks again; add --recompute {BUT_ATTENTION} or "
                 "--grad_checkpoint"
@@ -794,6 +800,8 @@ class TrainConfig(
         ):
             if getattr(self, name):
                 raise ValueError(f"--recompute {self.recompute}: --{name} {why}; choose one of the two")
+        if self.recompute == AUTO:
+            return self, []
         why = PLUGINS[self.plugin].ignores.get("recompute")
         if why is None and self.fp8 and self.recompute != BUT_ATTENTION:
             why = "--fp8 keeps these activations in one byte each, and can't recompute them"

@@ -6,13 +6,13 @@ keep their values.
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from opendit.config.names import BLOCKS, BUT_ATTENTION, RECOMPUTE
+from opendit.config.names import AUTO, BLOCKS, BUT_ATTENTION, RECOMPUTE
 from opendit.config.parallel_sizes import ParallelDims, environment_node_size, parse_offload
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
@@ -170,10 +170,11 @@ class Circumstances:
 
 
 class Search:
-    """Search over all candidates that the flags allow, for one data set."""
+    """Search over all candidates that the flags allow, for one data set. held: flags that keep their values although
+    the user did not give them."""
 
-    def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances):
-        self.dataset, self.where = dataset, where
+    def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances, held: Collection[str] = ()):
+        self.dataset, self.where, self.fixed = dataset, where, flags.given | set(held)
         settled, _ = flags.resolve(where.world, where.has_gpu)
         self.asked, _ = fit_captions(settled, dataset, text_before(settled))
         self.flags = replace(flags, max_text_tokens=self.asked.max_text_tokens)
@@ -186,7 +187,7 @@ class Search:
 
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
         """Return the values to try for a flag: the user's value, or ``others`` if there is none."""
-        return (getattr(self.flags, name),) if name in self.flags.given else others
+        return (getattr(self.flags, name),) if name in self.fixed else others
 
     def storages(self) -> list[tuple[str, str]]:
         """Return pairs (--base_precision, --offload) to try, the most exact and fastest first, the smallest last."""
@@ -196,9 +197,9 @@ class Search:
             found += [("bf16", blocks) for blocks in parts_of_blocks(depth)]
         elif isinstance(self.config, PublicConfig):
             found += [(ONE_BYTE[flags.fp8] if base == "one" else base, blocks) for base, blocks in storages(depth)]
-        if "base_precision" in flags.given:
+        if "base_precision" in self.fixed:
             found = [(flags.base_precision, offload) for _, offload in found]
-        if "offload" in flags.given:
+        if "offload" in self.fixed:
             found = [(base, flags.offload) for base, _ in found]
         return list(dict.fromkeys(found))
 
@@ -211,7 +212,7 @@ class Search:
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
         # the user may ask for groups that span machines
-        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given
+        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.fixed
         machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
         stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
         for (tensor, sequence), pipeline in itertools.product(groups, stages):
@@ -262,10 +263,10 @@ class Search:
         """Yield ``form`` with each micro-batch size that divides a rank's samples, the largest first."""
         flags, ranks = self.flags, self.where.world // form.sharing
         samples = self.samples()
-        if samples < ranks or (samples % ranks and "global_batch_size" in flags.given):
+        if samples < ranks or (samples % ranks and "global_batch_size" in self.fixed):
             return
         share = samples // ranks
-        most = flags.batch_size if "batch_size" in flags.given else share
+        most = flags.batch_size if "batch_size" in self.fixed else share
         for size in range(min(share, most), 0, -1):
             if share % size == 0 and share // size in self.options("grad_accumulation", (share // size,)):
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
@@ -273,7 +274,7 @@ class Search:
     def samples(self) -> int:
         """Return the number of samples in a step."""
         flags = self.flags
-        if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
+        if flags.global_batch_size is not None and "grad_accumulation" not in self.fixed:
             return flags.global_batch_size
         return flags.batch_size * flags.grad_accumulation * (self.where.world // flags.sharing)
 
@@ -299,14 +300,15 @@ class Search:
 
     def price(self, candidate: Candidate) -> Priced | None:
         """Estimate a candidate's memory and time. Return None if the candidate does not fit or is refused."""
-        where, batch = self.where, candidate.batch_size
-        setup = self.setup(candidate.on(self.asked), batch)
+        where, flags = self.where, candidate.on(self.asked)
+        batch = samples_at_once(flags, self.config)
+        setup = self.setup(flags, batch)
         memory = where.memory(estimate(self.config, setup, batch))
         if memory > where.capacity:
             if self.least is None or memory < self.least[0]:
                 self.least = memory, candidate
             return None
-        flags, ranks = self.flags, where.world // candidate.sharing
+        ranks = where.world // candidate.sharing
         try:
             cost = step_cost(
                 self.config,
@@ -351,42 +353,56 @@ class Search:
 
 
 def choose(
-    flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
+    flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN, held: Collection[str] = ()
 ) -> tuple[list[Priced], DiTConfig]:
     """Return the best candidates, the fastest first, and the model's configuration.
 
     At most ``shown`` candidates are returned, with different values of :attr:`Candidate.product`. If nothing fits,
     smaller storage is tried, and then pipelines. Raises ValueError with advice if nothing fits or all are refused.
+    For ``held`` see :class:`Search`.
     """
-    search = Search(flags, dataset, where)
-    pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
+    search = Search(flags, dataset, where, held)
+    pipelines = (False, True) if "pipeline_parallel_size" not in search.fixed else (False,)
     for (base, offload), cut in itertools.product(search.storages(), pipelines):
         chosen = [one for one in search.best(offload, cut, base) if search.accepts(one.candidate)][:shown]
         if chosen:
             return chosen, search.config
+    flag = _decided_by(held)
     if search.least is not None:
         memory, candidate = search.least
         raise ValueError(
-            f"--parallel auto: no product fits {where.capacity / GIB:,.1f} GiB a rank; the smallest, {candidate}, "
+            f"{flag}: nothing fits {where.capacity / GIB:,.1f} GiB a rank; the smallest, {candidate}, "
             f"needs {memory / GIB:,.1f}; take more GPUs, a smaller --model, or fewer of the flags that were given"
         )
     if search.refusal is not None:
         raise search.refusal
     raise ValueError(
-        f"--parallel auto: {search.samples()} samples a step can't be shared by {where.world} ranks evenly; change "
+        f"{flag}: {search.samples()} samples a step can't be shared by {where.world} ranks evenly; change "
         "--global_batch_size"
     )
+
+
+def _decided_by(held: Collection[str]) -> str:
+    return "--recompute auto" if held else "--parallel auto"
 
 
 def decide(
     flags: TrainConfig, dataset: MediaDataset, where: Circumstances, origin: str
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the flags with the values that --parallel auto or --card chooses, and lines that explain the choice.
-    origin: source of the hardware's measurements. For errors see :func:`choose` and :func:`fit`."""
-    if flags.parallel != "auto":
+    """Return the flags with the values that --parallel auto, --card or --recompute auto chooses, and lines that explain
+    the choice. origin: source of the hardware's measurements. For errors see :func:`choose` and :func:`fit`."""
+    held = set[str]()
+    if flags.recompute == AUTO:
+        flags = replace(flags, recompute="none", given=flags.given - {"recompute"})
+        if flags.parallel != AUTO and flags.card is None:
+            held = {each.name for each in fields(Candidate)} - {"recompute", "grad_checkpoint"}
+            settled, _ = flags.resolve(where.world, where.has_gpu)
+            sizes = {"batch_size": settled.batch_size, "grad_accumulation": settled.grad_accumulation}
+            flags = replace(flags, **sizes)
+    if flags.parallel != AUTO and not held:
         return fit(flags, dataset, where)
-    chosen, config = choose(flags, dataset, where)
-    return chosen[0].candidate.on(flags), report(chosen, config, where, origin)
+    chosen, config = choose(flags, dataset, where, held=held)
+    return chosen[0].candidate.on(flags), report(chosen, config, where, origin, held)
 
 
 def decide_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
@@ -431,11 +447,13 @@ def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
     return open_data(flags.resolve(where.world, where.has_gpu)[0])
 
 
-def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:
+def report(
+    chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str, held: Collection[str] = ()
+) -> list[str]:
     """Return lines that list the best candidates, their estimates, and the largest cost of each."""
     nodes = f", {where.node} a node" if where.world > where.node else ""
     lines = [
-        f"--parallel auto: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "
+        f"{_decided_by(held)}: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "
         f"{chosen[0].samples:,} samples of {config.tokens:,} tokens a step; taken: the first"
     ]
     for number, one in enumerate(chosen, 1):
@@ -448,7 +466,6 @@ def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin
     return lines
 
 
-AUTO = "auto"
 RANKS = (16, 4)  # LoRA ranks to try, in this order
 CARD_BATCHES = (4, 2, 1)
 FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
@@ -476,10 +493,8 @@ def candidates(search: Search, float8: bool) -> Iterator[dict[str, Any]]:
     # fsdp needs less memory than zero2: it also shards the frozen weights
     plugins = options("plugin", PLUGINS if search.where.world > 1 else ("zero2",))
     public, stored = isinstance(search.config, PublicConfig), [("bf16", flags.offload)]
-    # only levels with a memory estimate
-    known = ("none", BUT_ATTENTION) if public else RECOMPUTE
-    levels = [(level, False) for level in options("recompute", known)]
-    levels += [("none", True)] if "none" in options("recompute", known) else []
+    levels = [(level, False) for level in options("recompute", RECOMPUTE)]
+    levels += [("none", True)] if "none" in options("recompute", RECOMPUTE) else []
     if public:
         asked = [name in flags.given for name in ("base_precision", "offload")]
         given = flags.base_precision, flags.offload
@@ -586,6 +601,13 @@ def _words(flags: TrainConfig) -> str:
     return " ".join([*found, f"--plugin {flags.plugin}"])
 
 
+# Values of --recompute in words.
+AGAIN = {
+    "norms": "norms are",
+    "cheap": "norms and GELU are",
+    "half": "norms, GELU and every other MLP's first product are",
+    "mlp": "norms, GELU and the MLPs' first product are",
+}
 # Relative errors of LoRA's gradients, measured by benchmarks/bench_base_precision.py on a small model.
 ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
 
@@ -598,5 +620,7 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
     if setup.recomputes_blocks:
         again = config.depth - setup.kept_blocks(config.depth)
         yield f"time: {again} of {config.depth} blocks are computed again in the backward pass"
+    elif flags.recompute != "none":
+        yield f"time: {AGAIN[flags.recompute]} computed again in the backward pass"
     if blocks := needs.host.get("blocks"):
         yield f"time, if the link is slow: {blocks / GIB:,.1f} GiB of blocks come from host memory, twice a step"

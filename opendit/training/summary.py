@@ -89,7 +89,7 @@ def _dry_run(flags: TrainConfig) -> None:
     if flags.card is not None:
         hardware = on_card(flags.card, hardware)
     where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
-    if flags.parallel == "auto" or flags.card is not None:
+    if flags.decided_by_estimates:
         settled, notes = flags.resolve(world, has_gpu=True)
         flags, lines = decide(flags, _data(settled, notes), where, origin)
         print("\n".join(lines), flush=True)

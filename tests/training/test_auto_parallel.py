@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import train
 from benchmarks.random_folder import write_folder
 from opendit.config.command_line import parse
+from opendit.config.names import RECOMPUTE
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.config.train import TrainConfig
 from opendit.parallel.experts import check_expert_parallel
@@ -82,7 +83,7 @@ def test_what_is_proposed_is_accepted_and_fits(model, world, node, gib, samples)
     try:
         found = chosen(words, world, gib, node)
     except ValueError as error:
-        assert "no product fits" in str(error)
+        assert "nothing fits" in str(error)
         return
     assert found == sorted(found, key=lambda one: one.price) and len(found) <= auto_parallel.SHOWN
     for one in found:
@@ -207,7 +208,7 @@ def test_the_samples_of_a_step_are_those_of_the_flags():
 
 
 def test_what_can_t_be_done_is_said():
-    with pytest.raises(ValueError, match=r"no product fits 20.0 GiB a rank; the smallest, --plugin .*, needs \d+"):
+    with pytest.raises(ValueError, match=r"nothing fits 20.0 GiB a rank; the smallest, --plugin .*, needs \d+"):
         chosen("--recipe mock_pretrain_28b_768p", 8, 20)
     with pytest.raises(ValueError, match="--global_batch_size"):
         chosen(f"{CLIPS} --global_batch_size 7 --sequence_parallel_size 1 --tensor_parallel_size 1", 4)
@@ -228,6 +229,64 @@ def test_words_name_the_limit_and_the_bytes():
     assert first.endswith(str(one.candidate)) and "takes" in first
     gradients = 2 * config.parameters() * 3 / 4 / 1e9
     assert f"gradients {gradients:,.2f} GB" in budget(one.cost)
+
+
+LEVELS = [*((level, False) for level in RECOMPUTE), ("none", True)]
+WAN = "--pretrained {wan} --use_video --num_frames 81 --image_size 512 --batch_size 1"
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recomputed") / "wan"
+    write_folder("wan-1.3b", folder, empty=True)
+    return folder
+
+
+@pytest.mark.parametrize("gib", [131.4, 74.0, 40.0, 28.0, 20.0])
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{PICTURES} --batch_size 200",
+        f"{PICTURES} --batch_size 200 --fp8",
+        f"{PICTURES} --global_batch_size 400 --batch_size 100 --optimizer muon",
+        f"{WAN} {FAST}",
+        f"{WAN} {FAST} --lora 8",
+    ],
+)
+def test_recompute_auto_changes_only_what_is_recomputed(words, gib, wan):
+    """Where less recomputation fits, no more is chosen. The reference tries all levels of the plain flags."""
+    flags = parse(TrainConfig, f"{words.format(wan=wan)} --recompute auto --dry_run 1".split())
+    where = Circumstances(1, 1, gib * GIB, H200)
+
+    def needs(level: str, checkpoint: bool) -> float:
+        settled, _ = replace(flags, recompute=level, grad_checkpoint=checkpoint).resolve(1, True)
+        config = plan_model(settled, data_of(settled, where)).config
+        batch = settled.batch_size
+        return estimate(config, resolve_sharding(config, memory_setup(settled, 1), batch, where.capacity), batch).total
+
+    # --fp8 leaves out the levels between
+    levels = [level for level in LEVELS if not flags.fp8 or level[0] in ("none", "but_attention")]
+    fitting = [level for level in levels if needs(*level) <= where.capacity]
+    if not fitting:
+        with pytest.raises(ValueError, match=rf"--recompute auto: nothing fits {gib} GiB a rank; .* --grad_checkpoint"):
+            auto_parallel.decide(flags, data_of(flags, where), where, "an H200")
+        return
+    decided, lines = auto_parallel.decide(flags, data_of(flags, where), where, "an H200")
+    level, checkpoint = fitting[0]
+    assert (decided.recompute, decided.grad_checkpoint) == (level, checkpoint), lines
+    expected, _ = replace(flags, recompute=level, grad_checkpoint=checkpoint).resolve(1, True)
+    assert replace(decided.resolve(1, True)[0], given=expected.given) == expected
+    assert lines[0].startswith("--recompute auto: 1 ranks") and len(lines) == 2
+
+
+def test_recompute_auto_in_a_run_and_beside_other_flags(tmp_path, capsys):
+    train.main([*TINY.split(), "--recompute", "auto", "--outputs", str(tmp_path)])
+    assert "--recompute auto: 1 ranks" in capsys.readouterr().out
+    flags = parse(TrainConfig, f"{PICTURES} --parallel auto --recompute auto --dry_run 2 --batch_size 200".split())
+    where = Circumstances(2, 8, 74 * GIB, H200)
+    assert auto_parallel.decide(flags, data_of(flags, where), where, "")[0].recompute in RECOMPUTE
+    with pytest.raises(ValueError, match="--recompute auto: --grad_checkpoint recomputes whole blocks already"):
+        parse(TrainConfig, f"{PICTURES} --recompute auto --grad_checkpoint".split()).resolve(1, True)
 
 
 TINY = (

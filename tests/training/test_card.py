@@ -67,7 +67,9 @@ def public(folder, more: str) -> str:
 @pytest.mark.parametrize(
     ("card", "chosen", "lost"),
     [
-        ("48", r"--recompute but_attention --recompute_blocks \d\d", 1),
+        ("48", "--recompute cheap", 1),
+        ("40", "--recompute mlp", 1),
+        ("36", r"--recompute but_attention --recompute_blocks \d\d", 1),
         ("24", r"--base_precision int8 --recompute but_attention --recompute_blocks \d\d", 2),
         ("24 --recompute_blocks 57", "--base_precision int8 --recompute but_attention --recompute_blocks 57", 2),
         ("12", r"--base_precision int8 --offload blocks:\d+ --grad_checkpoint --recompute_blocks \d\d", 3),

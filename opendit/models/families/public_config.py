@@ -457,9 +457,12 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     A block keeps its input and the results of norms, projections, rotations, attention, activation and branches. With
     FP8, inputs of linear layers take half the memory; FP8 copies of the weights are added, and of attention's output
     unless LoRA freezes the weights. A branch's output is kept only for the gradient of a gate or of a norm after the
-    branch.
+    branch. The levels of --recompute leave out results of norms and of the MLP (opendit/kernels/recompute.py).
     """
     spec, total = config.spec, Kept()
+    recomputed_norms = execution.recompute != "none"
+    # the MLP's layers whose outputs are recomputed: GELU, and fc1 in all blocks or in half of them
+    recomputed_wide = {"cheap": 1, "half": 1.5, "mlp": 2}.get(execution.recompute, 0)
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
     blocks = spec.blocks if execution.block is None else (spec.blocks[execution.block],)
@@ -468,9 +471,9 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         norms = 1 if block.parallel else 2
         turned = (3 if block.streams else 2) if execution.fused else 4
         outputs = 1 if block.parallel else 3  # in a parallel block, attention and MLP share one output tensor
-        units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + outputs
+        units = 1 + (0 if recomputed_norms else norms * (1 + between)) + 4 + turned * block.options.qk_norm + outputs
         wide = block.mlp_hidden / block.width
-        units += (1 + MLPS[block.mlp].branches) * wide + 1
+        units += (1 + MLPS[block.mlp].branches - recomputed_wide) * wide + 1
         units -= 2 * (execution.frozen_gates and not block.norm_after)
         if block.norm_after and (execution.fp8 or not execution.fused):  # torch computes these norms.
             units += 2
@@ -489,6 +492,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
 
 def backward(config: PublicConfig, execution: Execution) -> float:
     own = 5 + 5 / 4 * (config.mlp_ratio - 4) + execution.frozen_gates  # only trained gates need and free fc2's output
+    if execution.recompute not in ("none", "norms"):  # GELU's output, or also fc1's output and input
+        own += config.mlp_ratio + (config.mlp_ratio + 1) * (execution.recompute != "cheap")
     return own * _streams(config, config.spec.block) / config.tokens
 
 

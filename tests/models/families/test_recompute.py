@@ -9,7 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.models.finetuning import Lora, add_lora
+from opendit.models.plan import Execution
+from opendit.models.zoo import plan_of
 from opendit.parallel.apply import apply_parallel
+from tests.memory import kept_bytes
 from tests.models.families.oracles import (
     COSMOS2,
     FLUX,
@@ -36,20 +39,28 @@ MODELS = {
 }
 
 
-def gradients(family: str, level: str, lora: Lora | None = None, **how) -> dict[str, torch.Tensor]:
-    """Return all gradients, or with ``lora`` those of its matrices."""
+def model_of(family: str, level: str, lora: Lora | None = None, **how) -> PublicDiT:
     values, size = MODELS[family]
     torch.manual_seed(0)
-    model = PublicDiT(public_config(family, values, size))
+    model = PublicDiT(public_config(family, values, size, max_tokens=7))
     if lora is not None:
         add_lora(model, lora, (), seed=0)
     randomise(model)
-    apply_parallel(model, recompute=level, **how)
+    return apply_parallel(model, recompute=level, **how)
+
+
+def output(model: PublicDiT) -> torch.Tensor:
+    """Return the output for three samples with captions of different lengths."""
+    family, size = model.config.family, MODELS[model.config.family][1]
     torch.manual_seed(1)
-    y = captions(family, values, [5, 7, 2], torch.float32)
-    model(
-        torch.randn(3, model.config.in_channels, *size), torch.tensor([300.0, 700.0, 900.0]), y
-    ).square().mean().backward()
+    y = captions(family, MODELS[family][0], [5, 7, 2], torch.float32)
+    return model(torch.randn(3, model.config.in_channels, *size), torch.tensor([300.0, 700.0, 900.0]), y)
+
+
+def gradients(family: str, level: str, lora: Lora | None = None, **how) -> dict[str, torch.Tensor]:
+    """Return all gradients, or with ``lora`` those of its matrices."""
+    model = model_of(family, level, lora, **how)
+    output(model).square().mean().backward()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name: parameter.grad for name, parameter in trained.items()}
 
@@ -139,3 +150,24 @@ def test_every_gradient_has_the_same_bits(family, level):
     kept, recomputed = gradients(family, "none"), gradients(family, level)
     assert all(bool(gradient.any()) == is_read(family, name) for name, gradient in kept.items())
     assert all(torch.equal(gradient, recomputed[name]) for name, gradient in kept.items())
+
+
+def kept(family: str, level: str, lora: Lora | None) -> tuple[int, float]:
+    """Return the bytes that a forward pass leaves for the backward pass, and the estimate for the blocks."""
+    model = model_of(family, level, lora)
+    config, count = model.config, kept_bytes(lambda: output(model))
+    # With a frozen scale, torch does not keep what is between norm and modulation, as the kernel never does.
+    execution = Execution(fused=lora is not None, recompute=level, frozen_gates=lora is not None)
+    units = config.depth * plan_of(config).kept(config, execution).units
+    return count, 3 * 4 * config.tokens * config.hidden_size * units
+
+
+@pytest.mark.parametrize("lora", [None, Lora(3, 6.0, "")], ids=["all_weights", "lora"])
+@pytest.mark.parametrize("family", ["flux", "wan", "qwen_image", "sd3"])
+def test_the_memory_estimate_counts_what_each_level_recomputes(family, lora):
+    (none, all_units), *others = (kept(family, level, lora) for level in ("none", "norms", "cheap", "half", "mlp"))
+    for count, units in others:  # norms also keep statistics, and of an odd number of blocks the smaller half is "mlp"
+        assert none - count == pytest.approx(all_units - units, rel=0.2)
+    _, (cheap, cheap_units), _, (mlp, mlp_units) = others
+    last = 0.15 if family == "sd3" else 0.01  # captions have no MLP in SD3's last block, one of the three here
+    assert cheap - mlp == pytest.approx(cheap_units - mlp_units, rel=last)
