@@ -60,7 +60,7 @@ def test_approximations_recorded_or_not(case, asked):
 
 @pytest.mark.parametrize("share,times_made", [(1e9, 1), (0, 6)])
 def test_captions_keys_and_values_are_made_once_a_prompt(share, times_made, monkeypatch):
-    """They are made again in each of the 6 steps only if they take too much memory beside the weights."""
+    """They are recomputed in each of the 6 steps only if they take too much memory beside the weights."""
     made, make = [], CrossAttention.keys_values
     monkeypatch.setattr(prepared_model, "CAPTIONS_SHARE", share)
     monkeypatch.setattr(
