@@ -101,10 +101,9 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     check_expert_parallel(config, mesh.dims)
     setup = memory_setup(flags, mesh.world_size, encoder_bytes(flags, config, dataset))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_offload(config, setup, samples, ranks, flags.save)
     if mesh.device.type == "cpu":
         check_host(config, setup, samples, ranks)
-    else:
-        check_offload(config, setup, samples, ranks, flags.save)
     sequence = _sequence(flags, config, mesh, samples, notes)
     stages = mesh_stages(mesh, config, flags.pipeline_schedule)
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+import train
 from opendit.models.finetuning import Lora
 from opendit.models.zoo import model_config
 from opendit.training import memory
@@ -100,6 +101,20 @@ def test_trained_blocks_that_the_machine_has_no_room_for_are_refused(monkeypatch
     )
     state = memory.estimate(XL, Setup("fsdp", "bf16", 2, offload="state"), 4).host_total
     assert "take --offload state or --offload average" in checked(state * 1.001)  # room for the state, but for no block
+
+
+@pytest.mark.parametrize("offload", ["average", "state", "blocks --grad_checkpoint"])
+def test_a_run_without_the_room_ends_in_one_line_before_it_starts(offload, tmp_path, monkeypatch, capsys):
+    """A DiT-S/2 of 33 M weights keeps more than 0.12 GiB of averages, moments or blocks in host memory."""
+    monkeypatch.setattr(memory, "host_memory", lambda: 0.1 * GIB)
+    argv = f"--model DiT-S/2 --data_path mock --vae none --image_size 32 --plugin fsdp --offload {offload}"
+    with pytest.raises(SystemExit) as stop:
+        train.main([*argv.split(), "--batch_size", "1", "--max_steps", "1", "--outputs", str(tmp_path / "runs")])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1, said
+    assert said.startswith(f"error: --offload {offload.split()[0]}: keeps 0.")
+    assert "of the 0.1 GiB of this machine 80% can be used; take " in said
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_the_line_on_memory_says_what_lies_where():
