@@ -160,7 +160,9 @@ def on_two(mesh, folders, outputs, how, number, more) -> None:
         run(folders, "flux", outputs, *how, *more, load="--load" in more)
 
 
-@pytest.mark.parametrize("how", [WHOLE, FROZEN], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "how", [WHOLE, FROZEN, (*FROZEN, "--base_precision", "nf4")], ids=["all weights", "LoRA", "nf4"]
+)
 def test_shards_in_host_memory_change_no_bit_of_a_run(folders, tmp_path, how):
     """Under fsdp on two ranks, a run is the same with all shards on the device and with some in host memory. The same
     holds if the run is killed or stopped while a block is copied, and resumed."""
