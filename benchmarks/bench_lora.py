@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -36,7 +37,7 @@ WAN = ["32760x1536x1536", "32760x1536x8960", "32760x8960x1536"]
 def microseconds(call: Callable[[], object], seconds: float) -> float:
     """Return the median time of a call in a CUDA graph, so that the host does not limit short kernels."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        return 1e3 * do_bench_cudagraph(call, rep=int(1e3 * seconds), return_mode="median")
+        return 1e3 * cast(float, do_bench_cudagraph(call, rep=int(1e3 * seconds), return_mode="median"))
 
 
 BOTH = lora.LORA_PRODUCTS, TORCH_PRODUCTS

@@ -160,7 +160,7 @@ class LowRankProducts(NamedTuple):
 TORCH_PRODUCTS = LowRankProducts()
 
 
-def hidden_from_checkpoint() -> AbstractContextManager[None]:
+def hidden_from_checkpoint() -> AbstractContextManager[Any]:
     """Return a context for operations of a recomputation that the first pass did not have. The checkpoint of
     but_attention would refuse them."""
     return _disable_current_modes()
