@@ -11,17 +11,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException
 
+import train
 from opendit.export.__main__ import main as export
+from opendit.kernels.base_precision import base_layers
 from opendit.parallel import host_memory
 from opendit.parallel.host_memory import StreamedBlocks
+from opendit.training import build
+from tests.encoders.published_folders import write_pipeline
+from tests.memory import peak_bytes
 from tests.numbers import off_by
 from tests.ranks import context, run_ranks, several_programs
 from tests.training.test_public_lora import LORA
 from tests.training.test_public_training import losses, run, sizes, write_folders  # noqa: F401 (sizes is a fixture)
 
 KINDS = ("fp8", "int8", "nf4")
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 # The largest relative difference between a loss and that of a run with unquantized weights.
 OFF = {"fp8": 0.03, "int8": 0.01, "nf4": 0.15}
 COPIES = 17  # block copies before the one that a signal interrupts, in the third step's backward pass
@@ -76,12 +83,47 @@ def test_two_ranks_have_the_curve_of_one_and_draw(folders, trained, tmp_path, pl
         assert (found / "samples/0000004.png").is_file()
 
 
+def loaded(mesh, folder, outputs, plugin) -> list[tuple[int, int, int]]:
+    """Return for each kind the bytes of this rank's parameters, the peak allocation while they are loaded, and the
+    numbers in this rank's largest slice of a stored weight."""
+    several_programs()
+    build_engine, found = build.build_model_and_engine, []
+
+    def measured(run):
+        build_engine(run)  # imports and caches
+        made = []
+        peak = peak_bytes(lambda: made.append(build_engine(run)))
+        module = made[0].module
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+        largest = max(layer.in_features * layer.out_features for _, layer in base_layers(module))
+        ranks = mesh.world_size if plugin == "fsdp" else 1
+        found.append((sum(part.nbytes for part in parts), peak, largest // ranks))
+        return made[0]
+
+    argv = f"--pretrained {folder} --outputs {outputs} --plugin {plugin} --data_path mock --image_size 32 --lora 2 "
+    argv += "--batch_size 1 --max_steps 1 --no_save --sample_every 0 --num_workers 0 --mixed_precision fp32"
+    with mock.patch.object(build, "build_model_and_engine", measured):
+        for kind in KINDS:
+            train.main([*argv.split(), "--base_precision", kind])
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "plugin"), [(1, "zero2"), (2, "fsdp")])
+def test_loading_holds_one_slice_beside_the_stored_ones(ranks, plugin, tmp_path):
+    """The blocks have 10 M weights, at most 0.4 M in a matrix. Quantisation makes up to four fp32 copies of a slice."""
+    folder = write_pipeline(tmp_path / "flux", "flux", num_layers=1, num_single_layers=8, num_attention_heads=32)
+    whole = sum(tensor.nbytes for tensor in load_file(folder / WEIGHTS).values())
+    for found in run_ranks(ranks, loaded, folder, tmp_path, plugin):
+        for kind, (held, peak, largest) in zip(KINDS, found, strict=True):
+            assert held < (0.2 if kind == "nf4" else 0.31) * whole / (ranks if plugin == "fsdp" else 1), kind
+            assert peak < held + 4 * 4 * largest + 1_000_000, (kind, peak - held, largest)
+
+
 def test_its_lora_is_merged_into_the_folders_own_weights(folders, trained, tmp_path):
     file, merged = tmp_path / "style.safetensors", tmp_path / "merged"
     export(["lora", "--ckpt", str(trained("nf4")), "--output", str(file)])
     export(["diffusers", "--ckpt", str(trained("nf4")), "--base", str(folders / "flux"), "--output", str(merged)])
-    name = "transformer/diffusion_pytorch_model.safetensors"
-    before, after = load_file(folders / "flux" / name), load_file(merged / name)
+    before, after = load_file(folders / "flux" / WEIGHTS), load_file(merged / WEIGHTS)
     changed = {key for key in after if not torch.equal(before[key], after[key])}
     layers = {key.split(".lora_")[0].removeprefix("transformer.") for key in load_file(file)}
     assert changed == {f"{layer}.weight" for layer in layers}
