@@ -1,14 +1,16 @@
 """Test models with the kernels in Triton's interpreter against models with torch's operations."""
 
 import functools
+import statistics
 
 import pytest
 import torch
 
 from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
-from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.conditioning import TextCondition, TextConfig, give, times_of_frames, with_given
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.families.network import PublicDiT
 from opendit.models.layers import TORCH_OPS, BlockOps
 from opendit.models.variants import MovieGenConfig, STDiTConfig
 from opendit.models.zoo import build_model
@@ -22,8 +24,8 @@ MOVIEGEN = functools.partial(MovieGenConfig, (2, 4, 4), (1, 2, 2), 2, 72, 2, 3)
 ALL = SpeedFlags(enable_modulate_kernel=True, enable_layernorm_kernel=True, enable_flashattn=True)
 
 
-def with_kernels(model: DiT, flags: SpeedFlags = ALL) -> DiT:
-    choice = select_kernels(flags, torch.device("cpu"), torch.float32, 24, CONFIG.tokens)
+def with_kernels(model: DiT, flags: SpeedFlags = ALL, dtype: torch.dtype = torch.float32) -> DiT:
+    choice = select_kernels(flags, torch.device("cpu"), dtype, 24, CONFIG.tokens)
     return model.use(ops=choice.ops, attend=choice.attend)
 
 
@@ -131,23 +133,49 @@ def test_other_blocks_with_kernels(config, flags):
         torch.testing.assert_close(got_grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("family", ("flux", "z_image", "wan"))
-def test_public_models_with_kernels(family):
-    """Test with fused blocks, and with blocks cut so that each adds its own last branch."""
-    model = network(family).requires_grad_()
+def public_gradients(
+    model: PublicDiT, dtype: torch.dtype = torch.float32, first_frame: bool = False
+) -> list[torch.Tensor]:
+    """Return the output and the gradients of all parameters.
+
+    With ``first_frame``, the first of the two clips has a clean first frame, whose tokens have time 0.
+    """
+    family = model.config.family
     torch.manual_seed(0)
-    x, y = torch.randn(1, 4, *SIZES[family])[..., :2, :2], captions(family, VALUES[family], [5], torch.float32)
-    found = []
+    x, y = torch.randn(2, 4, *SIZES[family])[..., :2, :4], captions(family, VALUES[family], [5, 5], torch.float32)
+    weights, t = torch.randn_like(x), torch.tensor([300.0, 700.0])
+    if first_frame:
+        given = give(torch.randn_like(x), torch.tensor([1, 0]))
+        x, t = with_given(x, given), times_of_frames(t, given)
+    output = model(x, t, y.to(dtype))
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("family", "first_frame"), (("flux", False), ("z_image", False), ("wan", False), ("wan", True))
+)
+def test_public_models_with_kernels(family, first_frame):
+    """Test with fused blocks, and with blocks cut so that each adds its own last branch."""
+    model, found = network(family).requires_grad_(), []
     for kernels, cut in ((False, False), (True, False), (True, True)):
         model.grad_checkpoint = cut
-        model = with_kernels(model) if kernels else model.use()
-        output = model(x, torch.tensor([300.0]), y)
-        grads = torch.autograd.grad(output.square().mean(), list(model.parameters()))
-        found.append((output.detach(), *grads))
+        found.append(public_gradients(with_kernels(model) if kernels else model.use(), first_frame=first_frame))
     names = ["output", *(name for name, _ in model.named_parameters())]
     for name, wanted, *others in zip(names, *found, strict=True):
         assert wanted.any() or name.endswith("filling")
         assert max(difference(other, wanted) for other in others) < 1e-4, name
+
+
+@pytest.mark.parametrize("family", ("flux", "wan"))
+def test_kernels_in_bf16_are_no_less_accurate_than_torch_s_operations(family):
+    model, found = network(family).bfloat16().float().requires_grad_(), []
+    wanted = public_gradients(model)
+    for use in (PublicDiT.use, functools.partial(with_kernels, dtype=torch.bfloat16)):
+        both = zip(public_gradients(use(model.bfloat16()), torch.bfloat16), wanted, strict=True)
+        output, *gradients = [((value - want).norm() / want.norm()).item() for value, want in both]
+        found.append((output, statistics.median(gradients)))
+    (plain_output, plain_gradient), (output, gradient) = found
+    assert 0 < output < plain_output and 0 < gradient < plain_gradient, found
 
 
 @pytest.mark.parametrize("config", (CONFIG, MOVIEGEN(num_classes=3)), ids=("DiT", "MovieGen"))
