@@ -97,10 +97,9 @@ def test_packed_equals_batched(op):
         else:
             assert torch.equal(value.flatten(), rows[name].flatten()), name
     # samples (B, N, D) with a sample index for each token (B, N)
-    if op.name in ("layernorm_modulate", "gate_residual"):
-        with every_kernel(Launch(rows=2, tiles=4, warps=1)):
-            found = run(op, op.function, leaves, torch.arange(24).view(2, 12) // 12, weights)
-        assert all(torch.equal(value.flatten(), rows[name].flatten()) for name, value in found.items())
+    with every_kernel(Launch(rows=2, tiles=4, warps=1)):
+        found = run(op, op.function, leaves, torch.arange(24).view(2, 12) // 12, weights)
+    assert all(torch.equal(value.flatten(), rows[name].flatten()) for name, value in found.items())
 
 
 @operators
