@@ -1,6 +1,8 @@
 """Test pipelines of public models on a GPU, in bf16 and FP8. Sampled latents are compared with diffusers in fp32 on the
-CPU, and twenty steps of train.py with fp32."""
+CPU, and a hundred steps of train.py with fp32."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from tests.training.test_train import log_of
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HEADS = dict(attention_head_dim=64, num_attention_heads=4)
 NETWORKS: dict[str, dict[str, Any]] = {  # heads and widths that the kernels and FP8 support
+    "flux": HEADS | dict(axes_dims_rope=(16, 24, 24)),
+    "z_image": dict(dim=384, n_heads=6, n_kv_heads=6, axes_dims=[16, 24, 24]),
+    "wan": HEADS | dict(ffn_dim=528),
     "qwen_image": HEADS | dict(axes_dims_rope=(16, 24, 24)),
     "flux2_klein": HEADS | dict(axes_dims_rope=(16, 16, 16, 16)),
     "cosmos2": HEADS,
@@ -30,7 +35,7 @@ NETWORKS: dict[str, dict[str, Any]] = {  # heads and widths that the kernels and
 }
 BOUNDS = {"bf16": 0.1, "fp8": 0.2}  # relative error of the latents
 CURVES = {"bf16": 0.03, "fp8": 0.09}  # relative error of the losses
-STEPS, LENGTH = 20, 9
+STEPS, LENGTH = 100, 9
 names = pytest.mark.parametrize("name", NETWORKS)
 
 
@@ -76,18 +81,26 @@ def test_latents_are_near_those_of_diffusers(root, name, precision):
     assert (found.cpu() - expected).norm() < BOUNDS[precision] * expected.norm()
 
 
+def curve(root: Path, name: str, flags: str, outputs: Path) -> list[float]:
+    """Train with these flags, and return the loss of every step."""
+    data = f"{root}/clips.csv --use_video --num_frames {LENGTH}" if "wan" in name else f"{root}/pictures.csv"
+    argv = f"--pretrained {root}/{name} --data_path {data} --image_size 64 --batch_size 4 --num_workers 0 --lr 1e-4"
+    argv += f" --log_every 1 --sample_every 0 --no_save --warmup_steps 0 --max_steps {STEPS} --outputs {outputs}"
+    train.main([*argv.split(), *flags.split()])
+    (run,) = outputs.glob("0*")
+    return [line["loss"] for line in log_of(run)]
+
+
+@pytest.fixture(scope="module")
+def exact(root, tmp_path_factory) -> Callable[[str], list[float]]:
+    """Return a function that returns a network's losses in fp32."""
+    return functools.cache(lambda name: curve(root, name, "--mixed_precision fp32", tmp_path_factory.mktemp(name)))
+
+
 @pytest.mark.parametrize("precision", CURVES)
 @names
-def test_twenty_steps_follow_the_curve_of_fp32(root, name, precision, tmp_path):
+def test_a_hundred_steps_follow_the_curve_of_fp32(root, exact, name, precision, tmp_path):
     available(precision)
-    data = f"{root}/clips.csv --use_video --num_frames {LENGTH}" if name == "wan_ti2v" else f"{root}/pictures.csv"
-    common = f"--pretrained {root}/{name} --data_path {data} --image_size 64 --batch_size 4 --num_workers 0 --lr 1e-4"
-    common += f" --log_every 1 --sample_every 0 --no_save --warmup_steps 0 --max_steps {STEPS}"
-    half = "--mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn"
-    flags = {"fp32": "--mixed_precision fp32", precision: half + (" --fp8" if precision == "fp8" else "")}
-    losses = []
-    for how, more in flags.items():
-        train.main([*common.split(), *more.split(), "--outputs", str(tmp_path / how)])
-        (run,) = (tmp_path / how).glob("0*")
-        losses.append([line["loss"] for line in log_of(run)])
-    assert len(losses[0]) == STEPS and losses[1] == pytest.approx(losses[0], rel=CURVES[precision])
+    flags = "--mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn"
+    found = curve(root, name, flags + (" --fp8" if precision == "fp8" else ""), tmp_path)
+    assert len(found) == STEPS and found == pytest.approx(exact(name), rel=CURVES[precision])
