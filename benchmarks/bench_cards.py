@@ -39,7 +39,8 @@ STEPS, WARMUP = 14, 6
 GIB = 2**30
 FLUX = "--lora 16 --image_size 1024 --batch_size 1 --fp8"
 WHOLE = "--image_size 512 --batch_size 32 --plugin fsdp --grad_checkpoint"  # 64 pictures a step on two GPUs
-WAN = "--lora 16 --use_video --num_frames 81 --image_size 640 --batch_size 1"  # as many pixels as 480p
+WAN_WEIGHTS = "--use_video --num_frames 81 --image_size 640 --batch_size 1"  # about as many pixels as 480p
+WAN = f"--lora 16 {WAN_WEIGHTS}"
 COMMON = (
     f"--data_path mock --mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn "
     f"--no_save --sample_every 0 --num_workers 2 --log_every 1 --warmup_steps 0 --max_steps {STEPS}"
@@ -98,6 +99,9 @@ CASES = (
     Case("uncapped", "wan-1.3b", None, f"{WAN} {RECOMPUTED}"),
     Case("10.5, blocks on the host", "wan-1.3b", 10.5, f"{WAN} {RECOMPUTED} --offload blocks"),
     Case("10.5, attention recomputed", "wan-1.3b", 10.5, f"{WAN} --grad_checkpoint"),
+    Case("all weights, MLPs recomputed", "wan-1.3b", 76, f"{WAN_WEIGHTS} --recompute mlp"),
+    Case("all weights, all but attention recomputed", "wan-1.3b", 76, f"{WAN_WEIGHTS} {RECOMPUTED}"),
+    Case("all weights, blocks recomputed", "wan-1.3b", 76, f"{WAN_WEIGHTS} --grad_checkpoint"),
     Case("whole, no update", "flux", None, f"{WHOLE} --offload blocks", ranks=2, updates=False),
     Case("whole", "flux", None, f"{WHOLE} --offload blocks", 1 / 0.65, ranks=2),
     Case("whole, half of the blocks", "flux", None, f"{WHOLE} --offload blocks:29", 1 / 0.65, ranks=2),
