@@ -1,6 +1,6 @@
 """Measure the error that each --base_precision causes in a public model's output and in the gradients of its LoRA.
 
-    python benchmarks/bench_base_precision.py [--blocks 2 4] [--tokens 1024] [--width 3072] [--fp8]
+    python benchmarks/bench_base_precision.py [--blocks 2 4] [--tokens 1024] [--width 3072] [--fp8] [--record]
 
 The model is FLUX.1 with random weights from N(0, 1 / inputs) and a non-zero LoRA of rank 16. Errors are relative RMS
 differences from a model that computes in float32 with the same weights. For gradients, the table has the median and the
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_public import SUBJECTS
+from benchmarks.results import add_flags, record
 from opendit.config.components import SpeedFlags
 from opendit.config.names import BASE_PRECISIONS
 from opendit.kernels.base_precision import base_layers, store_base
@@ -91,6 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=3072, help="a multiple of 128")
     parser.add_argument("--tokens", type=int, default=1024, help="of the picture, a square number")
     parser.add_argument("--fp8", action="store_true", help="also with products in FP8")
+    add_flags(parser)
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -104,16 +106,17 @@ def main(argv: list[str] | None = None) -> None:
         drawn((1, 768), device, SEED + 4),
     )  # fmt: skip
     wanted = results(model_of(config, "bf16", torch.float32, device, False), x, y)
-    print(f"{values['num_layers']} + {values['num_single_layers']} blocks of width {args.width}, {args.tokens} tokens")
-    columns = ("output", "A median", "largest", "B median", "largest")
-    print(f"{'base':<6}{'products':<10}{'bytes':>7}" + "".join(f"{column:>10}" for column in columns))
+    size = f"{args.blocks[0]} + {args.blocks[1]} blocks of width {args.width}, {args.tokens} tokens"
+    columns = ("output", "A median", "A largest", "B median", "B largest")
+    print(f"{size}\n{'base':<6}{'products':<10}{'bytes':>7}" + "".join(f"{column:>11}" for column in columns))
+    rows = []
     ways = [(kind, float8) for float8 in (False, *([True] * args.fp8)) for kind in BASE_PRECISIONS]
     for kind, float8 in ways:
         model = model_of(config, kind, dtype, device, float8)
         layers = [layer for _, layer in base_layers(model)]
-        size = dtype.itemsize
+        stored = dtype.itemsize
         if layers:
-            size = sum(layer.weight.nbytes for layer in layers) / sum(math.prod(layer.shape) for layer in layers)
+            stored = sum(layer.weight.nbytes for layer in layers) / sum(math.prod(layer.shape) for layer in layers)
         found = results(model, x, y)
         errors = {name: error(found[name], wanted[name]) for name in wanted}
         row = [errors[""]]
@@ -121,8 +124,12 @@ def main(argv: list[str] | None = None) -> None:
             each = [value for name, value in errors.items() if name.endswith(ending)]
             row += [statistics.median(each), max(each)]
         products = "fp8" if float8 else str(dtype).removeprefix("torch.")
-        print(f"{kind:<6}{products:<10}{size:>7.3f}" + "".join(f"{value:>10.2e}" for value in row), flush=True)
+        print(f"{kind:<6}{products:<10}{stored:>7.3f}" + "".join(f"{value:>11.2e}" for value in row), flush=True)
+        case = {"bench": "base precision", "case": f"FLUX.1, {size}, {kind} base, {products} products"}
+        rows.append(case | {"metric": "bytes a weight", "value": f"{stored:.4f}"})
+        rows += [case | {"metric": f"error, {c}", "value": f"{v:.4e}"} for c, v in zip(columns, row, strict=True)]
         del model, found
+    record(rows, args)
 
 
 if __name__ == "__main__":
