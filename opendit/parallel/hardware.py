@@ -187,5 +187,5 @@ def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, s
             return model, f"{model.name}: {model.origin} ({path})"
     model = of_card(card) if card is not None else H200
     if model is None:
-        return H200, f"an H200's, because {card} is unknown; python -m opendit.cli.links measures it"
+        return H200, f"H200: {card} is unknown; python -m opendit.cli.links measures it"
     return model, f"{model.name}: {model.origin}"

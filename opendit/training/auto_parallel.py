@@ -437,7 +437,7 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
     usable = mesh.least(USABLE_OF_A_HOST * host_memory() / here if memory is None else USABLE * memory)
     hardware, origin = find_hardware(flags.hardware, card)
     if flags.card not in (None, AUTO):
-        hardware = on_card(flags.card, hardware)
+        hardware, origin = on_card(flags.card, hardware, origin)
         usable = USABLE * hardware.capacity
     return Circumstances(mesh.world_size, flags.node_size(mesh.world_size), usable, hardware, has_gpu), origin
 
@@ -471,20 +471,24 @@ CARD_BATCHES = (4, 2, 1)
 FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
-def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
-    """Return the hardware to plan for. card: a known card's name, a number of GiB, or "auto" for ``hardware`` itself.
-    Raises ValueError for other words."""
+def on_card(card: str, hardware: HardwareModel, origin: str) -> tuple[HardwareModel, str]:
+    """Return the hardware to plan for, and the origin of its rates. Raises ValueError for an unknown card.
+
+    Args:
+        card: a known card's name, a number of GiB, or "auto" for ``hardware`` itself.
+        hardware: rates of a card of which only the GiB are known. origin: origin of these rates.
+    """
     if card == AUTO:
-        return hardware
+        return hardware, origin
+    if (known := of_card(card)) is not None:
+        return known, f"{known.name}: {known.origin}"
     try:
         memory = float(card)
     except ValueError:
-        if (known := of_card(card)) is None:
-            raise ValueError(f"--card {card}: not known; give its GiB, or one of {', '.join(CARDS)}") from None
-        return known
+        raise ValueError(f"--card {card}: not known; give its GiB, or one of {', '.join(CARDS)}") from None
     if not 1 <= memory <= 10_000:
         raise ValueError(f"--card {card}: out of range; give GiB from 1 to 10,000")
-    return replace(hardware, name=f"a card of {card} GiB", capacity=memory * GIB)
+    return replace(hardware, name=f"a card of {card} GiB", capacity=memory * GIB), origin
 
 
 def candidates(search: Search, float8: bool) -> Iterator[dict[str, Any]]:

@@ -87,7 +87,7 @@ def _dry_run(flags: TrainConfig) -> None:
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     hardware, origin = find_hardware(flags.hardware, card)
     if flags.card is not None:
-        hardware = on_card(flags.card, hardware)
+        hardware, origin = on_card(flags.card, hardware, origin)
     where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
     if flags.decided_by_estimates:
         settled, notes = flags.resolve(world, has_gpu=True)
@@ -207,12 +207,14 @@ def _time(
     rate = tokens_per_second(config, setup, together, flags.grad_accumulation, cost.total)
     spent = cost.work | {"communication not hidden": cost.exposed, "waiting for the host": cost.waiting}
     work = ", ".join(f"{kind} {1e3 * seconds:,.1f}" for kind, seconds in spent.items() if seconds)
+    card, _, why = origin.partition(":")
+    speed = f"at {card} speed"
     rows = {} if cost.sequence is None else {"sequence": f"over {size} ranks, {cost.sequence}"}
-    rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}), without "
-    rows["time"] += f"reading data, saving and drawing; in ms: {work}"
+    rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted {speed} ({why.strip()}), "
+    rows["time"] += f"without reading data, saving and drawing; in ms: {work}"
     if last:
         duration = describe_duration(cost.total * last)
-        rows["duration"] = f"{duration} for {last:,} step{'s' * (last != 1)}, predicted ({origin.partition(':')[0]})"
+        rows["duration"] = f"{duration} for {last:,} step{'s' * (last != 1)}, predicted {speed}"
     if where.world > 1:
         rows["received a step"] = budget(cost)
     return rows

@@ -42,6 +42,20 @@ def test_the_first_that_fits_is_taken(card, usable, capsys):
     assert ("--recompute none --batch_size 4" in chosen) == (card == "H100"), chosen
 
 
+@pytest.mark.parametrize(
+    ("card", "speed", "room"), [("24 --hardware H200", "H200", 22.56), ("24 --hardware A100", "A100", 22.56),
+                                ("H100 --hardware H200", "H100", 74.35), ("4090", "4090", 22.09)]
+)  # fmt: skip
+def test_the_step_time_names_the_card_whose_speed_it_assumes(card, speed, room, capsys):
+    """The time is that of a plain dry run with the same flags for hardware of this name."""
+    time = r"time +([\d,.]+) ms a step, [\d,]+ tokens/s a GPU predicted at (.*?) speed \("
+    said = shown(f"{SMALL} --lora 4 --card {card} --batch_size 2", capsys)
+    chosen, capacity = re.findall(r"--card \S+: (.*)\n  [\d.]+ of ([\d.]+) GiB", said)[0]
+    (found,) = re.findall(time, said)
+    assert found[1] == speed and f" steps, predicted at {speed} speed\n" in said and float(capacity) == room
+    assert re.findall(time, shown(f"{SMALL} {chosen} --hardware {speed}", capsys)) == [found]
+
+
 def test_flags_that_are_given_stay(capsys):
     said = shown(f"{LARGE.format(1)} --lora 8 --recompute but_attention --batch_size 1 --card 80", capsys)
     assert "--card 80: --lora 8 --mixed_precision bf16 --recompute but_attention --batch_size 1 --grad_acc" in said
