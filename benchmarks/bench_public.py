@@ -1,6 +1,6 @@
 """Compare our implementations of public models with diffusers' in forward passes, latents and training steps.
 
-    python benchmarks/bench_public.py [--models flux wan-1.3b z-image] [--train] [--results FILE]
+    python benchmarks/bench_public.py [--models flux wan-1.3b z-image] [--train] [--lora 16] [--results FILE]
     python benchmarks/bench_public.py --tiny
 
 The networks have the published sizes and share random weights, which are rounded to bf16. diffusers' network has the
@@ -8,10 +8,14 @@ dtypes from ``from_pretrained(torch_dtype=torch.bfloat16)``. It runs eagerly, an
 ``compile_repeated_blocks()``. It uses cuDNN's attention, the fastest one here. In training it uses torch's flash
 attention, because cuDNN's gradients are wrong under torch.compile. Our network runs eagerly, and as a CUDA graph.
 
-All variants of the forward pass take turns, for --rounds rounds of --repeats calls in one process, and the median is
-reported. "Floor" is a CUDA graph of only the forward pass's matrix products and attention. It is timed in the same
-rounds, because a GPU slows down when it reaches its power limit. "Modulated beforehand" excludes the embeddings of time
-and captions, as in sampling.
+All variants of the forward pass take turns in one process, for --rounds rounds. A turn is calls back to back for about
+--seconds_a_turn seconds. The median over the rounds is reported. "Floor" is a CUDA graph of only the forward pass's
+matrix products and attention. It is timed in the same rounds, because a GPU slows down when it reaches its power limit.
+"Modulated beforehand" excludes the embeddings of time and captions, as in sampling.
+
+With --lora RANK, our forward and backward pass with LoRA takes turns with its floor, with all activations kept and with
+recomputed blocks. This floor has the forward pass's products and attention, the products of the inputs' gradients, and
+attention's backward pass, but no gradients of weights. Recomputation adds the forward pass once more.
 
 Differences of outputs and latents are relative to the RMS of diffusers' eager results. To show the effect of rounding
 alone, diffusers' two variants are also compared with each other, and with diffusers' network in fp32 with TF32
@@ -34,6 +38,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,6 +64,7 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
+from opendit.models.finetuning import Lora, add_lora
 from opendit.sampling.sampling_engine import SamplingEngine
 
 if TYPE_CHECKING:
@@ -106,6 +112,8 @@ class Subject:
     @property
     def where(self) -> str:
         sides = "x".join(str(self.pixels * side) for side in self.size[-2:])
+        if self.family == "z_image":  # its captions are not padded to a fixed length
+            return f"{sides}, {self.tokens} tokens"
         return f"{4 * (self.size[0] - 1) + 1} frames {sides}" if len(self.size) == 3 else sides
 
 
@@ -132,7 +140,7 @@ SUBJECTS = {
         "Z-Image", "z_image",
         dict(in_channels=16, dim=3840, n_layers=30, n_refiner_layers=2, n_heads=30, n_kv_heads=30, cap_feat_dim=2560,
              axes_dims=[32, 48, 48], axes_lens=[1024, 512, 512]),
-        (128, 128), 200,
+        (128, 128), 512,
     ),
     "qwen-image": Subject(
         "Qwen-Image", "qwen_image",
@@ -385,9 +393,12 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@torch.inference_mode()
-def floor_of(forward: Callable[[], Tensor], device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """Return a function that runs only the products and attentions of ``forward``, in order, on random inputs."""
+Work = list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]
+
+
+@torch.no_grad()
+def work_of(forward: Callable[[], Tensor], device: torch.device, dtype: torch.dtype) -> Work:
+    """Return the products and attentions of ``forward``, in order, with their weights and random inputs."""
     calls = Calls()
     with calls:
         forward()
@@ -398,7 +409,7 @@ def floor_of(forward: Callable[[], Tensor], device: torch.device, dtype: torch.d
             made[shape, number] = torch.randn(shape, device=device, dtype=dtype)
         return made[shape, number]
 
-    work: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = []
+    work: Work = []
     attentions = iter(calls.attentions)
     for linear in calls.linears:
         if linear is not None:
@@ -407,11 +418,49 @@ def floor_of(forward: Callable[[], Tensor], device: torch.device, dtype: torch.d
             queries, keys = next(attentions)
             inputs = random(queries, 1), random(keys, 2), random(keys, 3)
             work.append((F.scaled_dot_product_attention, inputs))
+    return work
+
+
+def floor_of(work: Work) -> Callable[[], None]:
+    """Return a function that runs only this work."""
 
     def floor() -> None:
-        with sdpa_kernel(INFERENCE, set_priority=True) if device.type == "cuda" else contextlib.nullcontext():
+        with sdpa_kernel(INFERENCE, set_priority=True) if work[0][1][0].is_cuda else contextlib.nullcontext():
             for call, inputs in work:
                 call(*inputs)
+
+    return floor
+
+
+def lora_floor_of(work: Work, attend: Callable[..., Tensor], recomputed: bool) -> Callable[[], None]:
+    """Return a function that runs this work, and computes its inputs' gradients. ``recomputed``: run the work twice."""
+    made: dict[tuple[int, ...], Tensor] = {}
+    steps: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]] = []
+    for call, inputs in work:
+        x, linear = inputs[0], call is F.linear
+        shape = (*x.shape[:-1], len(inputs[1])) if linear else tuple(x.shape)
+        if shape not in made:
+            made[shape] = torch.randn(shape, device=x.device, dtype=x.dtype)
+        if not linear:
+            inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+        steps.append((call if linear else attend, inputs, made[shape]))
+
+    def forward(grad: bool) -> list[Tensor | None]:
+        results: list[Tensor | None] = []
+        for call, inputs, _ in steps:
+            with torch.set_grad_enabled(grad and call is attend):
+                result = call(*inputs)
+            results.append(result if call is attend else None)  # products of the inputs' gradients don't read it
+        return results
+
+    def floor() -> None:
+        if recomputed:
+            forward(False)
+        for (_, inputs, gradient), result in zip(reversed(steps), reversed(forward(True)), strict=True):
+            if result is None:
+                F.linear(gradient, inputs[1].detach().t())
+            else:
+                torch.autograd.grad(result, inputs, gradient)
 
     return floor
 
@@ -488,6 +537,21 @@ class Bench:
         except Exception as error:  # any failure of compiling, memory or a kernel
             lines = str(error).splitlines() or [""]
             self.say(f"{name} failed: {type(error).__name__}: {lines[0][:300]}")
+
+    def in_turns(self, ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Run each way for --seconds_a_turn, in turns, for --rounds rounds. Return the medians in ms a call."""
+        times: dict[str, list[float]] = {name: [] for name in ways}
+
+        def repeat(work: Callable[[], object], calls: int) -> None:
+            for _ in range(calls):
+                work()
+
+        for _ in range(self.args.rounds):
+            for name, work in ways.items():
+                if self.left > 0 or not times[name]:
+                    calls = max(1, round(1000 * self.args.seconds_a_turn / milliseconds(work, self.device)))
+                    times[name].append(milliseconds(partial(repeat, work, calls), self.device) / calls)
+        return {name: statistics.median(found) for name, found in times.items()}
 
     def rows(self, *rows: dict[str, Any]) -> None:
         found = []
@@ -577,10 +641,12 @@ class Pair:
         return self.beforehand(model.use(ops=kernels.ops, attend=kernels.attend))
 
     def floor(self) -> Network:
+        return self.always(floor_of(self.work()))
+
+    def work(self) -> Work:
+        """Return the forward pass's products and attentions, without those of one row, such as modulations."""
         self.plain.use(attend=F.scaled_dot_product_attention)
-        return self.always(
-            floor_of(lambda: self.ours_plain(self.noise, self.time), self.noise.device, self.bench.dtype)
-        )
+        return work_of(lambda: self.ours_plain(self.noise, self.time), self.noise.device, self.bench.dtype)
 
     def always(self, work: Callable[[], Any]) -> Network:
         """Record work that needs no inputs, if there is a GPU."""
@@ -625,9 +691,11 @@ class Measurement:
             ("forward", self.measure_forward, 0.0),
             ("latents", self.draw_latents, 15.0),
             ("train", self.measure_training, COMPILE_SECONDS),
+            ("lora", self.measure_lora, 15.0),
             ("reference", self.compare_with_reference, 10.0),
         ):
-            if (name == "train" and not (bench.args.train and self.subject.trains)) or not bench.wants(name, seconds):
+            asked = {"train": bench.args.train and self.subject.trains, "lora": bench.args.lora}.get(name, True)
+            if not asked or not bench.wants(name, seconds):
                 continue
             with bench.part(f"{self.subject.title} {name}"):
                 part()
@@ -656,28 +724,25 @@ class Measurement:
                 finite = "" if output is None or output.isfinite().all() else "; THE OUTPUT IS NOT FINITE"
                 bench.say(f"{name}: first call {first:.1f} s{finite}")
         self.compare_outputs()
-        times: dict[str, list[float]] = {name: [] for name in self.networks}
-        for _ in range(bench.args.rounds):
-            for name, network in self.networks.items():
-                if bench.left > 0 or not times[name]:
-                    work = lambda network=network: [network(x, t) for _ in range(bench.args.repeats)]  # noqa: E731
-                    times[name].append(milliseconds(work, bench.device) / bench.args.repeats)
-        self.report({name: statistics.median(found) for name, found in times.items()}, peaks, "forward")
+        calls = {name: lambda network=network: network(x, t) for name, network in self.networks.items()}
+        self.report(bench.in_turns(calls), peaks, "forward")
 
     def peak(self, name: str, work: Callable[[], object]) -> float:
-        """Return a call's peak memory in GiB, without the other network's weights."""
+        """Return the size of the network's weights and of what a call allocates, in GiB."""
         if self.bench.device.type != "cuda":
             work()
             return 0.0
-        other = self.pair.theirs if name.startswith("ours") else self.pair.model
+        network = self.pair.model if name.startswith("ours") else self.pair.theirs
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         work()
         synchronize(self.bench.device)
-        return torch.cuda.max_memory_allocated() / 2**30 - sum(p.nbytes for p in other.parameters()) / 2**30
+        new = torch.cuda.max_memory_allocated() - before
+        return (new + sum(p.nbytes for p in network.parameters())) / 2**30
 
     def report(self, times: dict[str, float], peaks: dict[str, float], what: str) -> None:
-        """Print and append times in ms, with their ratios to diffusers compiled or, without it, eager."""
-        base = next((name for name in (COMPILED, EAGER) if name in times), None)
+        """Print and append times in ms, with their ratios to diffusers compiled or, without it, eager or the floor."""
+        base = next((name for name in (COMPILED, EAGER, FLOOR) if name in times), None)
         for name, value in times.items():
             line = f"{self.case} {what} {name}: {value:.2f} ms"
             row = {"case": f"{self.case} {name}", "metric": f"{what} ms", "value": f"{value:.2f}"}
@@ -703,20 +768,23 @@ class Measurement:
         self.differences("output", found)
 
     def differences(self, what: str, found: dict[str, tuple[float, float]], of: str = EAGER) -> None:
-        """Print and append differences from ``of``. The baseline is the difference between diffusers' two ways."""
+        """Print and append differences from ``of``. The baseline is the difference between diffusers' two ways, and for
+        our FP8 the difference of our bf16."""
         yard = COMPILED if of == EAGER else EAGER
-        usual = found.get(yard)
         for name, pair in found.items():
+            beside = {FLOAT8: BEFOREHAND, ENGINE_FLOAT8: ENGINE}.get(name, yard)
+            usual = found.get(beside)
             line = f"{self.case} {what}, {name} against {of}: {shown(pair)}"
             row = {"case": f"{self.case} {name} against {of}", "metric": f"{what} RMS difference"}
             row["value"] = f"{pair[1]:.3e}"
-            if usual and name != yard:
-                row |= {"baseline": yard, "baseline_value": f"{usual[1]:.3e}"}
+            if usual and name != beside:
+                row |= {"baseline": beside, "baseline_value": f"{usual[1]:.3e}"}
             rounding = max(usual[1] if usual else 0.0, 4 * torch.finfo(self.bench.dtype).eps)
-            if name != FLOAT8 and not pair[1] < 4 * rounding:
+            if name not in (FLOAT8, ENGINE_FLOAT8) and not pair[1] < 4 * rounding:
                 line += " <- MORE THAN ROUNDING"
             self.bench.say(line)
-            self.bench.table.append((self.case, what, f"{name} - {of}", f"{pair[1]:.2e}", ""))
+            ratio = f"{pair[1] / usual[1]:.3f}" if usual and usual[1] and name != beside else ""
+            self.bench.table.append((self.case, what, f"{name} - {of}", f"{pair[1]:.2e}", ratio))
             self.bench.rows(row)
 
     # ----------------------------------------------------------------------------------------------------- latents
@@ -736,7 +804,9 @@ class Measurement:
         for name in (EAGER, COMPILED):
             if name in self.networks:
                 draws[name] = lambda name=name: self.their_latents(self.networks[name])
-        for name, fp8 in ((ENGINE, False), (ENGINE_FLOAT8, True)) if bench.device.type == "cuda" else ():
+        for name, fp8 in ((ENGINE, False), (ENGINE_FLOAT8, True)):
+            if fp8 and bench.device.type != "cuda":
+                continue
             with bench.part(name):
                 draws[name] = self.engine(fp8)
                 draws[name]()  # records the steps
@@ -834,9 +904,8 @@ class Measurement:
         bench, pair = self.bench, self.pair
         if bench.dtype == torch.float32 or not self.outputs:
             return
-        self.networks.clear()
         del pair.model, pair.plain
-        free()
+        self.release()
         pair.theirs.float()
         pair.y = pair.y.to(torch.float32)
         torch.set_float32_matmul_precision("high")
@@ -878,10 +947,11 @@ class Measurement:
         ways[EAGER] = pair.theirs, pair.eager
         if EAGER in bench.args.without or COMPILED not in bench.args.without:
             ways[COMPILED] = pair.theirs, pair.compile()
-        gradients, times, peaks = {}, {}, {}
+        gradients, works = {}, []
 
         def step(name: str) -> None:
             module, network = ways[name]
+            gradients.pop(name, None)
             with contextlib.ExitStack() as settings:  # the settings must also apply to recomputed blocks
                 if name != OURS:
                     settings.enter_context(pair.attention(TRAINING))
@@ -900,20 +970,54 @@ class Measurement:
                     bench.say(
                         f"training, {name}: first call {milliseconds(lambda n=name: step(n), device) / 1000:.1f} s"
                     )
-                    times[name] = []
+                    works.append(name)
             if EAGER in gradients:
                 self.compare_gradients(gradients)
-            for _ in range(3):
-                for name in list(times):
-                    gradients.clear()
-                    if bench.left > 0 or not times[name]:
-                        work = lambda n=name: times[n].append(milliseconds(lambda: step(n), device))  # noqa: E731
-                        peaks[name] = self.peak(name, work)
-            self.report({name: statistics.median(found) for name, found in times.items()}, peaks, "training step")
+            peaks = {}
+            for name in works:
+                gradients.clear()
+                peaks[name] = self.peak(name, partial(step, name))
+            self.report(bench.in_turns({name: partial(step, name) for name in works}), peaks, "training step")
         finally:
             pair.theirs.requires_grad_(False).eval()
             pair.theirs.disable_gradient_checkpointing()
             pair.theirs.zero_grad(set_to_none=True)
+
+    def measure_lora(self) -> None:
+        """Time forward and backward passes of one sample with LoRA, without an update, and their floor."""
+        bench, pair = self.bench, self.pair
+        self.release()
+        kernels = pair.select(inference=False)
+        model = with_weights(pair.config, dict(pair.model.named_parameters())).train()
+        add_lora(model, Lora(bench.args.lora, bench.args.lora, ""), (), seed=SEED)
+        model.to(bench.dtype).use(ops=kernels.ops, attend=kernels.attend)
+        for recomputed in (False, True):
+            what = f"step of LoRA {bench.args.lora}, {'blocks recomputed' if recomputed else 'all kept'}"
+            with bench.part(what):
+                self.time_lora(what, model, lora_floor_of(pair.work(), kernels.attend, recomputed), recomputed)
+            self.release()
+
+    def time_lora(self, what: str, model: PublicDiT, floor: Callable[[], None], recomputed: bool) -> None:
+        pair, trained = self.pair, [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model.grad_checkpoint = recomputed
+
+        def step() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(model(pair.noise, pair.time, pair.y).square().mean(), trained)
+
+        step()  # compiles the kernels
+        peak = self.peak(OURS, step)
+        calls: dict[str, Callable[[], object]] = {FLOOR: floor, OURS: step}
+        for name, call in list(calls.items()):
+            with self.bench.part(f"recording {name}"):  # without a recording, the kernels are launched one by one
+                network = pair.always(call)
+                calls[name] = lambda network=network: network(pair.noise, pair.time)
+        self.report(self.bench.in_turns(calls), {OURS: peak}, what)
+
+    def release(self) -> None:
+        """Free the recorded ways to run, and cached memory."""
+        self.networks.clear()
+        self.pair.recorded_work.clear()
+        free()
 
     def compare_gradients(self, gradients: dict[str, dict[str, Tensor]]) -> None:
         """Print and append the gradients' RMS difference, as the median over parameters."""
@@ -930,14 +1034,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small networks of the same layouts, to try this file")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="by default bf16 on a GPU, else fp32")
     parser.add_argument("--train", action="store_true", help="also a training step of Wan-1.3B")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way to run")
-    parser.add_argument("--repeats", type=int, default=3, help="calls in a turn of a forward pass")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="also a training step of LoRA, and its floor"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each way to run")
+    parser.add_argument("--seconds_a_turn", type=float, default=5, help="of calls back to back; 0: one call")
     parser.add_argument(
         "--without", nargs="*", default=[],
         help=f"leave out: forward, latents, train, reference, {', '.join(map(repr, (FLOOR, FLOAT8, BEFOREHAND)))}, "
         f"{EAGER!r}, {COMPILED!r}, {RECORDED!r}, {PLAIN!r}",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=330, help="after which nothing new is begun")
+    parser.add_argument("--seconds", type=float, default=1800, help="after which nothing new is begun")
     parser.add_argument("--reference_seconds", type=float, default=40, help="that latents in fp32 may take")
     add_flags(parser)
     args = parser.parse_args(argv)
