@@ -15,6 +15,7 @@ SUBSTITUTIONS = [
     (r"--pack_tokens 65536", "--pack_tokens 4096"),
     (r"--image_size 512 --bucket_tokens 16384", "--image_size 64 --bucket_tokens 64"),
     (r"--(?:sequence_parallel_size 4|tensor_parallel_size 2) --cfg_parallel", "--cfg_parallel"),  # 2 processes
+    (r"--patch_bottleneck 128", "--patch_bottleneck 64"),  # fewer than a token's channels
     (r"--num_frames 64", "--num_frames 16"),
     (r"/data/coyo", "coyo"),  # write to no folder at the machine's root
     (r'device="cuda:1"', 'device="cpu"'),
@@ -25,7 +26,7 @@ SUBSTITUTIONS = [
 # (pattern, replacement) for dry runs only. Their large batches need data sets with many rows.
 OF_DRY_RUNS = [
     (r"--data_path (?:clips\.csv|data\.csv|CSV)", "--data_path many.csv"),
-    (r"--data_path (?:FOLDER|\./imagenet/train)", "--data_path digits"),
+    (r"--data_path (?:FOLDER|\./imagenet/train|CIFAR/train)", "--data_path digits"),
 ]
 
 # Program -> flag -> upper limit of the flag's value. The flag is added to commands without it.
@@ -98,6 +99,12 @@ GIVEN = {
         "DiT-XL-2-256x256.pt": "meta",
         "LORA_RUN": "lora_run",
         "RUN": "run",
+    },
+    "docs/better_training.md": {
+        "PICTURES": "pictures",
+        "dinov2-base": "vision_encoder",
+        "RUN": "meanflow_run",
+        "REFERENCE": "pictures",
     },
     "docs/checkpoints.md": {
         "pictures": "pictures",

@@ -13,6 +13,7 @@ import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ def write_table(path: Path, media: list[Path]) -> None:
 def pictures(here: StandIns, path: Path) -> None:
     from sklearn.datasets import load_digits
 
-    for number, digit in enumerate(load_digits().images[:PICTURES]):
+    for number, digit in enumerate(cast(Any, load_digits()).images[:PICTURES]):
         file = path / ("cat", "dog")[number % 2] / f"{number:04d}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((digit * 15.9).astype(np.uint8)).convert("RGB").resize((SIDE, SIDE)).save(file)
@@ -216,6 +217,12 @@ def run(here: StandIns, path: Path) -> None:
 
 
 @maker()
+def meanflow_run(here: StandIns, path: Path) -> None:
+    flags = ["--model", "DiT-Ti/2", "--data_path", str(here.at("pictures")), "--objective", "meanflow"]
+    here.train(path, *flags, "--average", "power:0.05,0.10")
+
+
+@maker()
 def lora_run(here: StandIns, path: Path) -> None:
     flags = ["--model", "DiT-Ti/2", "--num_classes", "1000", "--data_path", str(here.at("latents"))]
     here.train(path, *flags, "--pretrained", str(here.at("run")), "--lora", "4")
@@ -278,6 +285,15 @@ def diffusers(here: StandIns, path: Path) -> None:
     here.run(words)
 
 
+@maker()
+def vision_encoder(here: StandIns, path: Path) -> None:
+    """Write a small DINOv2 with random weights."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    config = Dinov2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=SIDE, patch_size=4)
+    Dinov2Model(config).save_pretrained(path)
+
+
 FEATURES, SPATIAL = 12, 20
 
 
@@ -312,7 +328,9 @@ def save_encoders(hub: Path, torch_home: Path) -> None:
     disable_progress_bar()
     torch.manual_seed(0)
     blocks = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4)
-    sizes = dict(block_out_channels=[4] * 4, norm_num_groups=2, layers_per_block=1, latent_channels=4, sample_size=256)
+    sizes: dict[str, Any] = dict(
+        block_out_channels=[4] * 4, norm_num_groups=2, layers_per_block=1, latent_channels=4, sample_size=256
+    )
     vae = AutoencoderKL(**blocks, **sizes, scaling_factor=0.18215)
     for repository, commit in HUB.values():
         vae.save_pretrained(snapshot(repository, commit))
