@@ -12,11 +12,17 @@ the cap excludes the CUDA context. A case runs STEPS steps and reports the media
 peaks of the memory that torch allocated and reserved, and the memory that train.py estimated.
 
 A case that does not fit prints one line, and the others run. After --seconds no new case begins. Cases with more ranks
-than GPUs are left out. A case without updates runs the same passes and drops the gradients."""
+than GPUs are left out. A case without updates runs the same passes and drops the gradients.
+
+If the same step without --offload was measured in the same run, a case with blocks in host memory also reports the
+ratio to a perfectly overlapped step: the larger of the step without --offload and the time on the link alone. At most
+1 / 0.85 is wanted. The link carries the blocks twice a step, at the rate that `python -m opendit.cli.links` measured on
+this machine, or else at the rate that the cost model assumes for the card."""
 
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -33,6 +39,7 @@ import torch
 
 from benchmarks.random_folder import write_folder
 from benchmarks.results import add_flags, record
+from opendit.parallel.hardware import find_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, WARMUP = 14, 6
@@ -45,6 +52,7 @@ COMMON = (
     f"--data_path mock --mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn "
     f"--no_save --sample_every 0 --num_workers 2 --log_every 1 --warmup_steps 0 --max_steps {STEPS}"
 )
+BLOCKS, OVERLAPPED = "blocks in host memory GiB", "step / max(compute, link)"
 GRAPH, RECOMPUTED = "--enable_cuda_graph", "--recompute but_attention"
 
 
@@ -173,7 +181,21 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
             found["allocated GiB"], found["reserved GiB"] = map(float, line.split()[1:])
         if line.startswith("memory: "):
             found["estimated GiB"] = float(line.split()[1])
+            if blocks := re.search(r"in host memory blocks ([\d.,]+)", line):
+                found[BLOCKS] = float(blocks[1].replace(",", ""))
     return found
+
+
+def overlapped(resident: float, blocks: float) -> float:
+    """Return the seconds of a step that hides all copies, or is as fast as the link.
+
+    Args:
+        resident: seconds of the step without --offload.
+        blocks: GiB of blocks in host memory.
+    """
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    hardware, _ = find_hardware(None, card)
+    return max(resident, 2 * blocks * GIB / (hardware.host_link / 2))  # host_link sums both directions
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -184,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=450, help="after which no case is begun")
     add_flags(parser)
     args = parser.parse_args(argv)
-    start, base, rows = time.perf_counter(), {}, []
+    start, base, steps, rows = time.perf_counter(), {}, {}, []
     folders = args.folders or Path(tempfile.mkdtemp())
     for case in CASES:
         if args.only and not any(word in f"{case.model} {case.name}" for word in args.only):
@@ -205,6 +227,10 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{case.model} {case.name}: FAILED: {error}", flush=True)
             continue
         first = base.setdefault(case.compared, found["step s"])
+        steps[case.compared, case.flags] = found["step s"]
+        resident = steps.get((case.compared, re.sub(r" --offload \S+", "", case.flags)))
+        if resident is not None and (blocks := found.get(BLOCKS)):
+            found[OVERLAPPED] = found["step s"] / overlapped(resident, blocks)
         ratio, limit = found["step s"] / first, "" if case.limit is None else f" (asked for: {case.limit})"
         figures = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         print(f"{case.model} {case.name}: {figures}, {ratio:.2f} x the first{limit}", flush=True)
