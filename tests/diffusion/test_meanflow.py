@@ -13,6 +13,7 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.diffusion.objectives.meanflow import MeanFlowObjective, network_times
 from opendit.diffusion.random import initial_noise
+from opendit.models.layers import BlockOps
 from opendit.models.zoo import build_model, model_config
 from opendit.training.runners import TargetNetwork
 from tests.checkpoint.test_resume import ARGV, assert_same_bits, losses, run_of, trainings
@@ -133,6 +134,40 @@ def test_the_derivative_through_the_network_is_that_of_finite_differences(block)
     want = (ahead - behind).double() / (2 * step)
     assert (found - want).norm() < 1e-3 * want.norm()  # times are embedded in fp32
     assert model.blocks[0].ops is ops and network.dropped.tolist() == [False, True, False]
+
+
+def test_kernels_are_left_out_of_the_derivative_only():
+    def kernel(*args):
+        raise RuntimeError("a kernel has no forward-mode derivative")
+
+    config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=2, num_classes=5, learn_sigma=False)
+    x, time, labels = torch.randn(2, 2, 8, 8), torch.tensor([[0.8, -0.7], [0.3, -0.8]]), torch.tensor([0, 2])
+    found = []
+    for use in ({}, {"ops": BlockOps(layernorm_modulate=kernel)}, {"attend": kernel}):
+        torch.manual_seed(0)
+        model = randomised(build_model(config)).use(**use)
+        network = TargetNetwork(SimpleNamespace(module=model, autocast=contextlib.nullcontext), labels)
+        found.append(network.derivative(x, time, x, time, torch.arange(2)))
+        with pytest.raises(RuntimeError, match="a kernel") if use else contextlib.nullcontext():
+            network(x, time, torch.arange(2))
+    assert found[0].norm() > 0 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("flags", "noted"),
+    [
+        ("--enable_modulate_kernel", True),
+        ("--enable_layernorm_kernel", True),
+        ("--fp8", True),
+        ("", False),
+        ("--objective flow --enable_modulate_kernel", False),
+    ],
+)
+def test_a_run_with_kernels_says_that_the_derivative_has_none(flags, noted):
+    flags = ["--objective", "meanflow", "--mixed_precision", "bf16", *flags.split()]
+    _, notes = parse(TrainConfig, flags).resolve(1, has_gpu=True)
+    told = "--objective meanflow: the derivative through the network is computed by torch, without kernels"
+    assert (told in notes) == noted
 
 
 @pytest.mark.parametrize(

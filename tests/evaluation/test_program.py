@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import opendit
+import train
+from opendit.checkpoint.ema import Profile, coefficients
 from opendit.cli import command
 from opendit.config.command_line import parse
 from opendit.config.evaluate import EvaluateConfig
@@ -114,6 +118,28 @@ def test_labels_are_balanced_or_drawn():
     assert seen[0][0] == "balanced" and seen[1][0] == "drawn" and seen[0][1] != seen[1][1]
     given = evaluate(**RUN, class_labels=[0, 1, 2, 3, 4], metrics=["is"])["is"]
     assert given.labels == "given" and given.value == seen[0][1]
+
+
+def test_a_power_average_of_another_width_is_measured(here, no_ranks):
+    flags = "--model DiT-Ti/2 --data_path digits --image_size 8 --vae none --num_workers 0 --batch_size 8 --lr 1e-2"
+    often = "--max_steps 6 --ckpt_every 2 --sample_every 0 --average power:0.05,0.25 --outputs runs"
+    train.main([*flags.split(), *often.split()])
+    run = Path("runs/000-DiT-Ti-2")
+    stored = [Profile(step, width) for step in (2, 4, 6) for width in (0.05, 0.25)]
+    total = {}
+    for factor, one in zip(coefficients(stored, Profile(6, 0.12)), stored, strict=True):
+        name = "ema.safetensors" if one.width == 0.05 else "ema_0.25.safetensors"
+        file = run / "checkpoints" / f"step_{one.updates:07d}" / name
+        total = {name: total.get(name, 0) + factor * value.double() for name, value in load_file(file).items()}
+    with safe_open(file, "pt") as opened:
+        save_file({name: value.float() for name, value in total.items()}, "average.safetensors", opened.metadata())
+    which = {"average": dict(ckpt="average.safetensors"), "0.12": dict(ckpt=str(run), ema=0.12)}
+    which |= {"0.05": dict(ckpt=str(run)), "0.25": dict(ckpt=str(run), ema=0.25)}
+    found = {name: evaluate(**RUN | flags, intervals=False) for name, flags in which.items()}
+    values = {name: found[name]["frechet_distance"].value for name in which}
+    assert values["0.12"] == pytest.approx(values["average"], rel=1e-4)
+    others = values["0.05"], values["0.25"]
+    assert all(abs(other / values["0.12"] - 1) > 1e-2 for other in others) and others[0] != others[1]
 
 
 # ------------------------------------------------------------------------------------------ ranks and restarts
