@@ -19,6 +19,7 @@ from opendit.cli import command
 from opendit.config.command_line import parse
 from opendit.config.evaluate import EvaluateConfig
 from opendit.evaluation import extract
+from opendit.evaluation import samples as samples_module
 from opendit.evaluation.metrics import clip_scores, inception_score, kernel_distance, precision_recall
 from opendit.evaluation.networks import caption_embeddings, load_network
 from opendit.evaluation.program import measure
@@ -109,15 +110,27 @@ def test_samples_of_files_and_of_runs_give_the_same_figures(capsys):
     assert "can't be compared: 1 with 4, 2 with 4, 3 with 4: samples 37 against 30" in capsys.readouterr().out
 
 
-def test_labels_are_balanced_or_drawn():
+def test_labels_are_balanced_or_drawn(monkeypatch):
     write(Path("run.safetensors"))
-    seen = []
-    for sampling in ("balanced", "drawn"):
-        found = evaluate(**RUN, label_sampling=sampling, metrics=["is"])["is"]
-        seen.append((found.labels, found.value))
-    assert seen[0][0] == "balanced" and seen[1][0] == "drawn" and seen[0][1] != seen[1][1]
-    given = evaluate(**RUN, class_labels=[0, 1, 2, 3, 4], metrics=["is"])["is"]
-    assert given.labels == "given" and given.value == seen[0][1]
+    pipe, labels, values = opendit.load("run.safetensors", device="cpu"), [], []
+    extract_run = samples_module.extract_run
+
+    def keep_labels(sampling, *args):
+        labels.append(sampling.choices)
+        return extract_run(sampling, *args)
+
+    monkeypatch.setattr(samples_module, "extract_run", keep_labels)
+    for flags in ({}, dict(label_sampling="drawn"), dict(class_labels=[0, 1, 2, 3, 4])):
+        found = evaluate(**RUN | dict(cfg_scale=1.5) | flags, metrics=["is"])["is"]
+        drawn = pipe(labels[-1].tolist(), steps=2, guidance=1.5, batch_size=8, progress=False)
+        logits = features(np.stack([np.asarray(picture) for picture in drawn]))["logits"]
+        assert found.value == pytest.approx(inception_score(logits)[0], rel=1e-6)
+        values.append((found.labels, found.value))
+    assert torch.bincount(labels[0], minlength=5).tolist() == [8, 8, 7, 7, 7]
+    counts = torch.bincount(labels[1], minlength=5)
+    assert counts.sum() == 37 and counts.max() - counts.min() > 1
+    assert [name for name, _ in values] == ["balanced", "drawn", "given"]
+    assert values[0][1] == values[2][1] != values[1][1]
 
 
 def test_a_power_average_of_another_width_is_measured(here, no_ranks):
