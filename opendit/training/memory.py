@@ -24,6 +24,7 @@ from typing import cast
 
 import torch
 
+from opendit.config.components import TokenRoute
 from opendit.config.names import BLOCKS, BUT_ATTENTION, BYTES
 from opendit.config.parallel_sizes import divide_grid, parse_offload
 from opendit.kernels.base_precision import is_stored, row_bytes
@@ -68,6 +69,7 @@ class Setup:
         encoders: bytes of frozen encoders that stay on the GPU during training.
         muon: precision of Muon's orthogonalisation; None for AdamW. Muon keeps one moment per matrix.
         networks: number of networks that the run trains by turns. Memory holds the state of all networks.
+        route: the parsed --route, if every step follows it.
     """
 
     plugin: str = "zero2"
@@ -102,6 +104,7 @@ class Setup:
     muon: str | None = None
     eight_bits: bool = False
     networks: int = 1
+    route: TokenRoute | None = None
 
     @property
     def autocast(self) -> bool:
@@ -143,6 +146,13 @@ class Setup:
         if not self.recomputes_blocks:
             return depth
         return 0 if self.recompute_blocks is None else max(0, depth - self.recompute_blocks)
+
+    def tokens_share(self, config: DiTConfig) -> float:
+        """Return the share of a sample's tokens that a block processes, on average over all blocks."""
+        route = self.route
+        if route is None:
+            return 1.0
+        return 1 - (route.last - route.first) / config.depth * (1 - route.kept(config.tokens) / config.tokens)
 
     @property
     def execution(self) -> Execution:
@@ -509,26 +519,28 @@ def _activations(config: DiTConfig, setup: Setup, batch: int, number: int = -1) 
     tokens = batch * -(-tokens // (setup.sequence_parallel * setup.tensor_parallel))
     if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term in the sum over ranks
         backward += 2 * setup.tensor_parallel
-    unit = tokens * config.hidden_size * size
+    unit, share = tokens * config.hidden_size * size, setup.tokens_share(config)
 
-    def of_block(kept: Kept) -> float:
-        found = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
+    def of_block(kept: Kept, share: float) -> float:
+        found = share * (kept.units * unit + 4 * tokens * kept.statistics) + size * batch * kept.numbers
         if not setup.gathers_float8 and setup.base_precision != "fp8":
             found += kept.weights  # FP8 copies of weights, or equally large buffers with LoRA
         return found
 
-    block, own = of_block(kept), of_block(own_kept)
+    block, own = of_block(kept, share), of_block(own_kept, 1)
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if kept_blocks < config.depth:  # only input and modulation of a recomputed block stay
         streams = 1 + config.caption_tokens / config.tokens
-        given = unit * streams + size * batch * config.modulation_width
+        given = unit * streams
         if setup.recompute == BUT_ATTENTION:  # attention's outputs and log-sum-exps are also stored
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * streams * (unit + 4 * tokens * config.num_heads)
-        own_given = given
+        modulation = size * batch * config.modulation_width
+        given, own_given = share * given + modulation, given + modulation
     else:
         given, own_given = block, own
     held = kept_blocks * block + (config.depth - kept_blocks) * given
+    held += 2 * unit * (config.sprint is not None)  # the tokens after and before the route, which are fused
     return setup.held_micro_batches * held - own_given, own + backward_of_one, own_given
 
 

@@ -293,6 +293,7 @@ def memory_setup(flags: TrainConfig, world: int, encoders: int = 0) -> Setup:
         muon=flags.muon_precision if flags.optimizer == "muon" else None,
         eight_bits=flags.optimizer == "adamw8bit",
         networks=2 if flags.expert == "both" else 1,
+        route=flags.token_route if flags.route_until is None else None,
     )
 
 

@@ -119,14 +119,26 @@ def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
     return replace(traffic, exposed=traffic.seconds - hidden * min(traffic.seconds, work))
 
 
+class _FewerTokens:
+    def __init__(self, config: DiTConfig, tokens: int):
+        self._config, self.tokens = config, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 @functools.cache
-def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
-    """Return the plan's terms with FLOPs: (count, a sample's forward FLOPs, attention's number of keys or None)."""
-    found = []
+def _terms(config: DiTConfig, route: TokenRoute | None = None) -> tuple[tuple[int, int, int | None], ...]:
+    """Return the plan's terms with FLOPs: (count, a sample's forward FLOPs, attention's number of keys or None). route:
+    the parsed --route."""
+    found, routed, fewer = [], 0, config
+    if route is not None:
+        routed, fewer = route.last - route.first, cast(DiTConfig, _FewerTokens(config, route.kept(config.tokens)))
     for term in plan_of(config).flops:
-        count = config.depth if term.per_block else 1
-        found.append((count, term.flops(config), None if term.keys is None else term.keys(config)))
-    return tuple(part for part in found if part[1])
+        counts = ((config.depth - routed, config), (routed, fewer)) if term.per_block else ((1, config),)
+        for count, of in counts:
+            found.append((count, term.flops(of), None if term.keys is None else term.keys(of)))
+    return tuple(part for part in found if part[0] and part[1])
 
 
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
@@ -135,7 +147,7 @@ def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRout
     With LoRA, gradients of frozen weights are not counted. LoRA's products count as if all layers except the
     modulations processed the media's tokens.
     """
-    whole = 3 * (config.forward_flops() - (0 if route is None else saved_flops(config, route)))
+    whole = 3 * sum(count * flops for count, flops, _ in _terms(config, route))
     if lora is None:
         return whole
     linear = (term for term in plan_of(config).flops if term.keys is None)
@@ -146,25 +158,14 @@ def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRout
     return whole - frozen + 3 * 2 * thin
 
 
-class _FewerTokens:
-    def __init__(self, config: DiTConfig, tokens: int):
-        self._config, self.tokens = config, tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
-def saved_flops(config: DiTConfig, route: TokenRoute) -> int:
-    plan, routed = plan_of(config), cast(DiTConfig, _FewerTokens(config, route.kept(config.tokens)))
-    return (route.last - route.first) * (plan.flops_at(config, "block") - plan.flops_at(routed, "block"))
-
-
 class _Step:
     def __init__(self, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int):
         self.config, self.setup, self.batch, self.hardware, self.node = config, setup, batch, hardware, node
         self.plan, self.size = plan_of(config), BYTES[setup.precision]
         self.sharing = setup.sequence_parallel * setup.tensor_parallel
         self.parameters, self.block_parameters = held_counts(config, setup)
+        self.terms = _terms(config, setup.route)
+        self.depth = config.depth * setup.tokens_share(config)  # blocks with all tokens that cost as much
         # bytes of one unit (N x D values), summed over all ranks that share a sample
         self.unit = batch * config.tokens * config.hidden_size * self.size
 
@@ -173,7 +174,7 @@ class _Step:
         hardware, fp8 = self.hardware, self.setup.fp8
         rate = (hardware.matmul_fp8 if fp8 else hardware.matmul) * hardware.sustained
         total = 0.0
-        for count, flops, keys in _terms(self.config):
+        for count, flops, keys in self.terms:
             if keys is None:
                 total += count * (self.batch * flops / self.sharing / rate + 2 * hardware.launch)
         config = self.config
@@ -182,7 +183,7 @@ class _Step:
 
     def attention(self) -> tuple[float, float]:
         forward = backward = 0.0
-        for count, flops, keys in _terms(self.config):
+        for count, flops, keys in self.terms:
             if keys is not None:
                 rates = self.hardware.attention_rates(self.config.head_dim, keys)
                 work = count * self.batch * flops / self.sharing
@@ -196,9 +197,9 @@ class _Step:
         there, back = self.attention()
         whole = replace(setup.execution, recompute="none")
         units = PASSES * self.plan.kept(config, whole).units + QUANTISED * setup.fp8
-        elementwise = config.depth * units * self.unit / self.sharing / self.hardware.memory
+        elementwise = self.depth * units * self.unit / self.sharing / self.hardware.memory
         again, share = AGAIN.get(setup.recompute, (0, 0))
-        recomputed = config.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
+        recomputed = self.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
         if setup.recomputes_blocks:
             share = 1 - setup.kept_blocks(config.depth) / config.depth
             # LoRA does not repeat the last product, unless a gate or a norm after the branch needs it.
@@ -320,7 +321,7 @@ class _Step:
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         # recomputation repeats the forward pass's communication
-        times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)
+        times = self.depth * (4 / 3 if setup.recomputes_blocks else 1)
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:

@@ -107,8 +107,9 @@ def _dry_run(flags: TrainConfig) -> None:
         *_, config = check_pretrained(flags.pretrained, flags.model, config, notes)
     elif flags.pretrained:
         notes.append(f"--pretrained {flags.pretrained} isn't there: its blocks are not compared with the model's")
-    if flags.token_route is not None:
-        notes.append(f"--route {flags.route}: time and memory are those of blocks that see all tokens, which is more")
+    if flags.token_route is not None and flags.route_until is not None:
+        until = f"--route_until {flags.route_until}"
+        notes.append(f"{until}: the time is of a step with the route, and the memory of a step without it")
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
     ranks, stages = world // flags.sharing, flags.pipeline_parallel_size
@@ -190,19 +191,24 @@ def _time(
     flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str, last: int | None
 ) -> dict[str, str]:
     """Return the report's rows on sequence parallelism, time, communication, and hours until step ``last``."""
-    size = flags.sequence_parallel_size
+    size, route = flags.sequence_parallel_size, flags.token_route
     together = samples_at_once(flags, config)
     how = (flags, flags.attention, setup.precision, config, together)
-    cost = step_cost(
-        config,
-        resolve_sharding(config, setup, together, where.capacity),
-        together,
-        flags.grad_accumulation,
-        where.hardware,
-        where.node,
-        sequence_type=flags.sequence_parallel_type,
-        sequence_types=sequence_shape(*how, tensor_parallel=setup.tensor_parallel, lora=flags.lora is not None).types,
-        graph=flags.enable_cuda_graph,
+    types = sequence_shape(*how, tensor_parallel=setup.tensor_parallel, lora=flags.lora is not None).types
+    settled = resolve_sharding(config, setup, together, where.capacity)
+    cost, dense = (
+        step_cost(
+            config,
+            replace(settled, route=of_step),
+            together,
+            flags.grad_accumulation,
+            where.hardware,
+            where.node,
+            sequence_type=flags.sequence_parallel_type,
+            sequence_types=types,
+            graph=flags.enable_cuda_graph,
+        )
+        for of_step in (route, None)
     )
     rate = tokens_per_second(config, setup, together, flags.grad_accumulation, cost.total)
     spent = cost.work | {"communication not hidden": cost.exposed, "waiting for the host": cost.waiting}
@@ -213,7 +219,8 @@ def _time(
     rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted {speed} ({why.strip()}), "
     rows["time"] += f"without reading data, saving and drawing; in ms: {work}"
     if last:
-        duration = describe_duration(cost.total * last)
+        routed = last if route is None or route.until is None else min(last, route.until)
+        duration = describe_duration(cost.total * routed + dense.total * (last - routed))
         rows["duration"] = f"{duration} for {last:,} step{'s' * (last != 1)}, predicted {speed}"
     if where.world > 1:
         rows["received a step"] = budget(cost)

@@ -14,7 +14,7 @@ from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
 from opendit.models.variants import MovieGenConfig
 from opendit.models.zoo import build_model, config_from_dict
-from opendit.training.step_cost import saved_flops, training_flops
+from opendit.training.step_cost import training_flops
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 
@@ -143,8 +143,8 @@ def test_flops_are_those_of_models_with_fewer_tokens_in_routed_blocks():
     one = [
         (config.forward_flops() - DiTConfig(**vars(config) | {"depth": 3}).forward_flops()) for config in (whole, half)
     ]
-    assert saved_flops(whole, route) == 2 * (one[0] - one[1]) > 0
-    assert training_flops(whole, route=route) == training_flops(whole) - 3 * saved_flops(whole, route)
+    assert one[0] > one[1] and training_flops(whole) == 3 * whole.forward_flops()
+    assert training_flops(whole, route=route) == training_flops(whole) - 3 * 2 * (one[0] - one[1])
 
 
 def test_routes_are_read_and_wrong_ones_named():

@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from benchmarks.bench_public import SUBJECTS, tiny
 from opendit.config.command_line import parse
+from opendit.config.components import TokenRoute
 from opendit.config.train import TrainConfig
+from opendit.diffusion.random import draw_kept_tokens
 from opendit.kernels.eight_bit_moments import EightBits
 from opendit.kernels.recompute import recompute_in
 from opendit.models.conditioning import TextCondition, TextConfig
@@ -176,6 +178,49 @@ def test_activations_are_what_a_model_keeps(config, level, dtype):
     unit = 4 * config.tokens * config.hidden_size * dtype.itemsize
     backward = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}[level] + 5 / 4 * (config.mlp_ratio - 4)
     assert estimate(config, setup, 4).activations - backward * unit == pytest.approx(kept, rel=0.02)
+
+
+@pytest.mark.parametrize("changes", ({}, {"recompute": "cheap"}, {"grad_checkpoint": True}), ids=str)
+@pytest.mark.parametrize("fused", (False, True), ids=("tread", "sprint"))
+@pytest.mark.parametrize("share", (0.25, 0.75))
+def test_routed_blocks_keep_their_tokens_only(changes, fused, share):
+    """The estimate with a route is less than without by the memory that a model keeps less."""
+    config = replace(LABELS, depth=5, sprint=(1, 4) if fused else None)
+    route, setup = TokenRoute(1, 4, share, fused), Setup(precision="fp32", fused=False, **changes)
+    model, kept = randomised(build_model(config)), []
+    recompute_in(model, setup.recompute)
+    model.grad_checkpoint, model.route = setup.grad_checkpoint, (1, 4)
+    for indices in (None, draw_kept_tokens(route, config.tokens, 0, 1, torch.arange(4))):
+        kept.append(kept_bytes(lambda indices=indices: model(*inputs(config, 4), kept=indices)))
+    found = [estimate(config, replace(setup, route=of), 4).activations for of in (None, route)]
+    assert found[0] - found[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
+    if fused:
+        plain = randomised(build_model(replace(config, sprint=None)))
+        recompute_in(plain, setup.recompute)
+        plain.grad_checkpoint = setup.grad_checkpoint
+        more = kept[0] - kept_bytes(lambda: plain(*inputs(config, 4)))
+        assert found[0] - estimate(replace(config, sprint=None), setup, 4).activations == pytest.approx(more, rel=0.05)
+
+
+def test_a_dry_run_counts_the_route(no_ranks, capsys):
+    """The memory of the routes was measured (docs/better_training.md)."""
+    small = (
+        "--model DiT-S/2 --data_path digits --image_size 32 --vae none --objective flow --batch_size 512 --dry_run 1"
+    )
+    small += " --epochs 100000 --max_steps 300000 --enable_modulate_kernel --enable_layernorm_kernel"
+    found = {}
+    for route in ("", "2:10:0.5", "2:10:0.75:sprint", "2:10:0.75:sprint --route_until 100000"):
+        train.main([*small.split(), "--mixed_precision", "bf16", *(f"--route {route}".split() if route else ())])
+        out = capsys.readouterr().out
+        rows = r"memory +([\d.]+) GiB", r"time +([\d.]+) ms", r"duration +about ([\d.]+) hours"
+        found[route] = [float(match[1]) if (match := re.search(row, out)) else None for row in rows]
+        assert ("the memory of a step without it" in out) == ("until" in route)
+    dense, tread, sprint, until = found.values()
+    assert [dense[0], tread[0], sprint[0]] == pytest.approx([21.5, 14.7, 11.5], rel=0.02)
+    fused = 512 * 256 * 384 * 2 * 2 / GIB  # the inputs of SPRINT's projection
+    assert until[0] == pytest.approx(dense[0] + fused, abs=0.05)
+    assert until[1] == sprint[1] < tread[1] < dense[1]
+    assert until[2] == pytest.approx((sprint[2] + 2 * dense[2]) / 3, rel=0.05)
 
 
 @pytest.mark.parametrize("attention", (False, True))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from opendit.config.components import TokenRoute
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models.finetuning import Lora
 from opendit.models.zoo import model_config
@@ -69,6 +70,21 @@ def test_work_scales_with_samples_micro_batches_and_ranks():
     free = replace(H200, launch=0)
     products = cost(1, hardware=free).work["products"]
     assert products == pytest.approx(3 * (flops - scores) / H200.matmul / H200.sustained)
+
+
+@pytest.mark.parametrize("recompute", ("none", "cheap"))
+def test_a_route_saves_its_share_of_a_step(recompute):
+    config = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=1000)
+    dense = cost(256, config=config, recompute=recompute)
+    routed = cost(256, config=config, recompute=recompute, route=TokenRoute(2, 24, 0.5))
+    assert routed.total / dense.total == pytest.approx(0.616, rel=0.03)  # measured on an H200 (better_training.md)
+    assert routed.work["update"] == dense.work["update"]
+    kinds = {"elementwise"} | ({"recomputed"} if recompute != "none" else set())
+    assert all(routed.work[kind] / dense.work[kind] == pytest.approx(1 - 22 / 28 / 2, abs=1e-3) for kind in kinds)
+    share = 1 - 22 / 28 * (1 - 0.5**2)  # attention's work is quadratic; fewer keys are a little slower
+    assert share <= routed.work["attention"] / dense.work["attention"] < 1.3 * share
+    all_tokens = cost(256, config=config, recompute=recompute, route=TokenRoute(2, 24, 0.0))
+    assert all_tokens.total == pytest.approx(dense.total, rel=1e-3)
 
 
 def test_what_is_made_again_costs_more_the_more_it_is():
