@@ -656,7 +656,7 @@ def plot(rows: Sequence[dict[str, Any]], lowest: float, file: Path) -> None:
                 label=row["name"] if first else None,
             )
         axis.set(xlabel=label, xlim=(0, None), yscale="log")
-        axis.yaxis.set(major_locator=LogLocator(2), minor_locator=NullLocator(), major_formatter="{x:g}")
+        axis.yaxis.set(major_locator=LogLocator(2, subs=(1, 1.5)), minor_locator=NullLocator(), major_formatter="{x:g}")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel(f"Fréchet distance (halves of real pictures: {lowest:.2f})")
     axes[1].legend(fontsize=8, frameon=False)
