@@ -481,7 +481,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         if block.kv_heads is not None:  # Shared k and v are copied for every query head.
             units += 2 * block.kv_heads / block.heads
         if across:
-            units += 5 + 2 * _attended(config) / media
+            # On a CPU, torch's RMSNorm also keeps the normalised queries before their multiplication by the weight.
+            units += (4 if execution.fused else 5) + 2 * _attended(config) / media
         share = _streams(config, block) / config.tokens / len(blocks)
         weights = max(1, len(block.streams) - len(block.read)) * sum(_weights(block))
         weights = execution.fp8 * (weights + len(block.read) * 3 * block.width**2)
