@@ -12,6 +12,8 @@ The policies reduce this number:
     mlp     also recompute fc1's output, a ninth of a block's matrix products; 8 are left.
     half    mlp in every other block, cheap in the rest; 10 are left on average.
 
+RMSNorm is treated like LayerNorm, and SwiGLU like GELU. Its fc1 has two matrices, so mlp recomputes more products.
+
 If only attention and MLPs have LoRA, the projected output and fc2's output are not saved (16 tensors). Without the
 fused LayerNorm + modulate, both normalised inputs are saved, too (20 tensors), and recomputed by all policies.
 
@@ -22,7 +24,7 @@ recomputes the LayerNorm's output. It may sum a row in another order, so some va
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -35,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opendit.kernels.linear import linear as unbiased
 from opendit.models.dit import DiT
-from opendit.models.layers import BlockOps, Projection
+from opendit.models.layers import BlockOps, Projection, RMSNorm, SwiGlu
 
 
 class Recomputed:
@@ -85,19 +87,25 @@ def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> T
 
 
 def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves the :class:`Recomputed` of ``tensor``, if any, instead of ``tensor``.
-    Autograd passes a new tensor object each time, so the hooks compare memory addresses."""
+    """Return a context in which autograd saves the :class:`Recomputed` of ``tensor``, if any, instead of ``tensor`` or
+    a view of it. Autograd passes a new tensor object each time, so the hooks compare memory addresses."""
     recomputed = getattr(tensor, "recomputed", None)
-    if recomputed is None:
+    memory = tensor.untyped_storage()
+    if recomputed is None or not tensor.is_contiguous() or memory.nbytes() != tensor.nbytes:
         return nullcontext()
-    place = tensor.data_ptr(), tensor.numel()
+    address = memory.data_ptr()
 
     def pack(kept: Tensor):
-        # Compare address and size, not the shape, because a matrix product saves a view (tokens, D) of its input.
-        return (recomputed.share(), kept.shape) if (kept.data_ptr(), kept.numel()) == place else kept
+        if kept.untyped_storage().data_ptr() != address:
+            return kept
+        return recomputed.share(), kept.size(), kept.stride(), kept.storage_offset()
 
     def unpack(packed) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed[0].take().view(packed[1])
+        if isinstance(packed, Tensor):
+            return packed
+        shared, size, stride, offset = packed
+        whole = shared.take()
+        return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -111,8 +119,9 @@ def _as_a_linear_sees(x: Tensor) -> Tensor:
     return x if x.dtype == dtype else _remember(x.to(dtype), lambda x: x.to(dtype), x)
 
 
-def recomputing(ops: BlockOps, level: str) -> BlockOps:
+def recomputing(ops: BlockOps, level: str, gated: Collection[Projection] = ()) -> BlockOps:
     """Wrap a block's operations so that they save less for the backward pass. ``level``: none, norms, cheap or mlp.
+    ``gated``: layers whose outputs ``ops.swiglu`` gets.
 
     ``ops`` are torch's references or the kernels of opendit.kernels.select, except FP8. Weights must not change or be
     freed between forward and backward pass. torch.compile is not supported: it ignores saved-tensor hooks.
@@ -120,22 +129,50 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     if level == "none":
         return ops
     norm, forked = ops.layernorm_modulate, ops.residual_layernorm_modulate
-    joined = ops.linear_gate_residual_layernorm_modulate
-    kernel, gelu_kernel = ops.kernel("layernorm_modulate"), ops.kernel("linear_gelu")
-    fused = kernel is not None and kernel.keeps == ("x",)
-    # The fused kernel saves only its input. torch's expressions would also save the normalised tensor, so checkpoint
-    # them.
-    thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
+    joined, joined_rms = ops.linear_gate_residual_layernorm_modulate, ops.linear_gate_residual_rmsnorm_modulate
+    gelu_kernel = ops.kernel("linear_gelu")
+
+    def thrifty(operation: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return ``function`` so that it saves only x. Fused kernels do. torch's expressions would also save the
+        normalised tensor, so they are checkpointed."""
+        kernel = ops.kernel(operation)
+        if kernel is not None and kernel.keeps == ("x",):
+            return function
+        return functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+
     activation = gelu_kernel and gelu_kernel.after_product  # this activation also adds the bias
 
     # of_rows: the argument sample_of_row for a pack, else empty
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> Tensor:
-        return _remember(thrifty(x, shift, scale, *of_rows), norm, x, shift, scale, *of_rows)
+        y = thrifty("layernorm_modulate", norm)(x, shift, scale, *of_rows)
+        return _remember(y, norm, x, shift, scale, *of_rows)
 
     def residual_layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
         assert forked is not None, "where there is none, nor is there this"
         same, y = forked(x, shift, scale, *of_rows)
         return same, _remember(y, norm, x, shift, scale, *of_rows)
+
+    def rmsnorm_modulate(rms: RMSNorm) -> Callable[..., Tensor]:
+        return lambda x, shift, scale, *of_rows: ops.residual_rmsnorm_modulate(x, rms, shift, scale, *of_rows)[1]
+
+    def residual_rmsnorm_modulate(x, rms, shift, scale, *of_rows) -> tuple[Tensor, Tensor]:
+        make, name = rmsnorm_modulate(rms), "residual_rmsnorm_modulate"
+        if thrifty(name, make) is make:
+            x, y = ops.residual_rmsnorm_modulate(x, rms, shift, scale, *of_rows)
+        else:
+            y = thrifty(name, make)(x, shift, scale, *of_rows)
+        return x, _remember(y, make, x, shift, scale, *of_rows)
+
+    def linear(x: Tensor, layer: Projection) -> Tensor:
+        x = _as_a_linear_sees(x)
+        with _not_keeping(x):
+            u = ops.linear(x, layer)
+        return _remember(u, layer, x) if level == "mlp" and layer in gated else u
+
+    def swiglu(u: Tensor) -> Tensor:
+        with _not_keeping(u):
+            z = ops.swiglu(u)
+        return z if level == "norms" else _remember(z, ops.swiglu, u)
 
     def linear_heads(x: Tensor, layer: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         x = _as_a_linear_sees(x)
@@ -170,9 +207,20 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
             h, y = joined(x, gate, z, layer, shift, scale, *of_rows)
         return h, _remember(y, norm, h, shift, scale, *of_rows)
 
+    def linear_gate_residual_rmsnorm_modulate(x, gate, z, layer, rms, shift, scale, *of_rows) -> tuple[Tensor, Tensor]:
+        assert joined_rms is not None, "where there is none, nor is there this"
+        z = _as_a_linear_sees(z)
+        with _not_keeping(z):
+            h, y = joined_rms(x, gate, z, layer, rms, shift, scale, *of_rows)
+        return h, _remember(y, rmsnorm_modulate(rms), h, shift, scale, *of_rows)
+
     return replace(
         ops,
         layernorm_modulate=layernorm_modulate,
+        residual_rmsnorm_modulate=residual_rmsnorm_modulate,
+        linear_gate_residual_rmsnorm_modulate=joined_rms and linear_gate_residual_rmsnorm_modulate,
+        linear=linear,
+        swiglu=swiglu,
         linear_heads=linear_heads,
         linear_gelu=linear_gelu,
         linear_gate_residual=linear_gate_residual,
@@ -186,5 +234,6 @@ def recompute_in(model: DiT, level: str) -> None:
     this after ``model.use``, because it wraps the operations that ``model.use`` sets."""
     for number, block in enumerate(model.blocks):
         alternating = "mlp" if number % 2 else "cheap"
-        block.ops = recomputing(block.ops, alternating if level == "half" else level)
+        gated = {layer.fc1 for layer in block.modules() if isinstance(layer, SwiGlu)}
+        block.ops = recomputing(block.ops, alternating if level == "half" else level, gated)
     model.final_layer.ops = recomputing(model.final_layer.ops, "none" if level == "none" else "cheap")

@@ -91,8 +91,8 @@ class DiTConfig:
 
     @property
     def in_operations(self) -> bool:
-        """True if FP8 and --recompute support the block. It must have LayerNorm, GELU, and separate keys and values for
-        every query head."""
+        """True if FP8 supports the block. It must have LayerNorm, GELU, and separate keys and values
+        for every query head."""
         spec = self.block
         return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
 
@@ -103,7 +103,8 @@ class DiTConfig:
 
     @property
     def recompute(self) -> bool:
-        return self.in_operations
+        """True if the block supports all levels of --recompute."""
+        return self.block.mlp in ("gelu", "swiglu") and self.block.kv_heads in (None, self.block.heads)
 
     @property
     def shared_modulation(self) -> bool:

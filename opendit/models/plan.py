@@ -373,11 +373,11 @@ def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
 def _mlp(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of the MLP: the outputs of its layers and of the activation."""
     wide, level = config.mlp_ratio, execution.recompute
-    if config.mlp == "swiglu":
-        return Kept(units=(3 if execution.fused else 4) * wide + 1)  # without fusion, also SiLU's output
-    units = 1 + {"half": wide / 2, "mlp": 0}.get(level, wide)
+    units = 1 + {"half": 0.5, "mlp": 0}.get(level, 1) * wide * MLPS[config.mlp].branches
     if level in ("none", "norms"):  # in FP8, one byte per value
         units += wide / 2 if execution.fp8 and level == "none" else wide
+    if config.mlp == "swiglu":
+        return Kept(units=units + (not execution.fused) * wide)  # without fusion, SiLU's output is kept, too
     return Kept(units=units, weights=_float8_weights(execution, 2 * config.hidden_size * config.mlp_hidden))
 
 
@@ -397,7 +397,9 @@ BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
 
 def backward(config: DiTConfig, execution: Execution) -> float:
-    return BACKWARD[execution.recompute] + 5 / 4 * (config.mlp_ratio - 4)
+    own = BACKWARD[execution.recompute] + 5 / 4 * (config.mlp_ratio - 4)
+    gated = config.mlp_ratio * (MLPS[config.mlp].branches - 1)  # SwiGLU's fc1 has two outputs
+    return own + gated * (execution.recompute in ("half", "mlp"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- FLOPs

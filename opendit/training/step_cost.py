@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from opendit.config.components import TokenRoute
 from opendit.config.names import AXIAL, BYTES
+from opendit.models.blocks import MLPS
 from opendit.models.dit import DiTConfig
 from opendit.models.finetuning import Lora, lora_layers, trains_modulation
 from opendit.models.variants import ECDiTConfig
@@ -170,7 +171,7 @@ class _Step:
         self.unit = batch * config.tokens * config.hidden_size * self.size
 
     def products(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's forward pass in all linear layers, and in a block's first MLP layer."""
+        """Return the seconds of a micro-batch's forward pass in all linear layers, and in one MLP layer of a block."""
         hardware, fp8 = self.hardware, self.setup.fp8
         rate = (hardware.matmul_fp8 if fp8 else hardware.matmul) * hardware.sustained
         total = 0.0
@@ -178,8 +179,8 @@ class _Step:
             if keys is None:
                 total += count * (self.batch * flops / self.sharing / rate + 2 * hardware.launch)
         config = self.config
-        first = 2 * self.batch * config.tokens * config.hidden_size * config.mlp_hidden / self.sharing / rate
-        return total, first
+        one = 2 * self.batch * config.tokens * config.hidden_size * config.mlp_hidden / self.sharing / rate
+        return total, one
 
     def attention(self) -> tuple[float, float]:
         forward = backward = 0.0
@@ -193,7 +194,8 @@ class _Step:
     def work(self) -> dict[str, float]:
         """Return the seconds of a micro-batch's computation, by kind."""
         config, setup = self.config, self.setup
-        forward, first = self.products()
+        forward, second = self.products()
+        first = MLPS[config.mlp].branches * second
         there, back = self.attention()
         whole = replace(setup.execution, recompute="none")
         units = PASSES * self.plan.kept(config, whole).units + QUANTISED * setup.fp8
@@ -204,7 +206,7 @@ class _Step:
             share = 1 - setup.kept_blocks(config.depth) / config.depth
             # LoRA does not repeat the last product, unless a gate or a norm after the branch needs it.
             skips = setup.lora is not None and not trains_modulation(config, setup.lora) and not config.block.norm_after
-            products = forward - config.depth * first * skips
+            products = forward - config.depth * second * skips
             recomputed = share * (products + there * setup.grad_checkpoint + 0.4 * elementwise)
         if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied in memory
             passes = 2 if setup.reshard == "never" else 4

@@ -6,7 +6,7 @@ import torch
 from opendit.config.components import SpeedFlags
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
-from opendit.models.dit import DiT
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.zoo import model_config
 from opendit.parallel.engines import build_engine
 from opendit.training.memory import Setup, estimate
@@ -19,14 +19,25 @@ from train import EagerPasses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CONFIG = model_config("DiT-S/2", input_size=(32, 32), in_channels=4, num_classes=10)
+MODERN = model_config(
+    "DiT-S/2",
+    input_size=(32, 32),
+    in_channels=4,
+    num_classes=10,
+    norm="rms",
+    mlp="swiglu",
+    positions="rope",
+    qk_norm=True,
+)
+CONFIGS = pytest.mark.parametrize("config", (CONFIG, MODERN), ids=("dit", "modern"))
 LEVELS = ("none", "norms", "cheap", "half", "mlp")
 BATCH = 64
 
 
-def model_of(level: str, kernels: bool) -> DiT:
+def model_of(config: DiTConfig, level: str, kernels: bool) -> DiT:
     torch.manual_seed(0)
     chosen = select_kernels(SpeedFlags(kernels, kernels, True), torch.device("cuda"), torch.bfloat16, 64, 256)
-    model = randomised(DiT(CONFIG)).cuda().use(ops=chosen.ops, attend=chosen.attend)
+    model = randomised(DiT(config)).cuda().use(ops=chosen.ops, attend=chosen.attend)
     recompute_in(model, level)
     return model
 
@@ -38,12 +49,13 @@ def inputs(number: int = 0):
     return x, index * 15, noise, index % 10
 
 
+@CONFIGS
 @pytest.mark.parametrize("kernels", (True, False))
-def test_gradients(kernels):
-    """Gradients are almost equal with torch's operations. Kernels round the second LayerNorm's output differently."""
+def test_gradients(config, kernels):
+    """Gradients are almost equal with torch's operations. Kernels round the second norm's output differently."""
     found, (x, t, noise, y) = {}, inputs()
     for level in LEVELS:
-        model = model_of(level, kernels).place("cuda", torch.bfloat16)
+        model = model_of(config, level, kernels).place("cuda", torch.bfloat16)
         (model(x, t, y).float() * torch.cat([noise, x], 1)).mean().backward()
         found[level] = {name: p.grad.float() for name, p in model.named_parameters()}
     for level in LEVELS[1:]:
@@ -52,9 +64,9 @@ def test_gradients(kernels):
             assert error <= (1e-2 if kernels else 1e-3), (level, name, error.item())
 
 
-def steps(mesh, level: str, graph: bool) -> tuple[list[float], int]:
+def steps(mesh, config: DiTConfig, level: str, graph: bool) -> tuple[list[float], int]:
     """Return the losses of eight steps, and the peak memory."""
-    engine = build_engine(model_of(level, True), mesh, plugin="zero2", precision="bf16", lr=1e-3)
+    engine = build_engine(model_of(config, level, True), mesh, plugin="zero2", precision="bf16", lr=1e-3)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
@@ -65,14 +77,15 @@ def steps(mesh, level: str, graph: bool) -> tuple[list[float], int]:
     return losses, torch.cuda.max_memory_allocated()
 
 
-def both(mesh, level: str):
-    return [steps(mesh, level, graph) for graph in (False, True)]
+def both(mesh, config: DiTConfig, level: str):
+    return [steps(mesh, config, level, graph) for graph in (False, True)]
 
 
+@CONFIGS
 @pytest.mark.parametrize("level", LEVELS)
-def test_recorded_steps_and_peak(level):
-    (((eager, peak), (recorded, _)),) = run_ranks(1, both, level)
+def test_recorded_steps_and_peak(config, level):
+    (((eager, peak), (recorded, _)),) = run_ranks(1, both, config, level)
     assert eager[-1] < eager[0]
     assert recorded == pytest.approx(eager, rel=2e-2)  # cuDNN adds the parts of dq in any order
-    expected = estimate(CONFIG, Setup(recompute=level, averages=0), BATCH).total
+    expected = estimate(config, Setup(recompute=level, averages=0), BATCH).total
     assert peak == pytest.approx(expected, rel=0.08)  # in a small model, libraries weigh more

@@ -13,14 +13,20 @@ from opendit.kernels.recompute import recompute_in, recomputing
 from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextCondition, TextConfig
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.families.network import PublicDiT
+from opendit.models.families.public_config import public_config
 from opendit.models.layers import TORCH_OPS, Projection
+from opendit.models.plan import Execution
+from opendit.models.zoo import plan_of
 from tests.memory import kept_bytes
+from tests.models.families.oracles import FLUX2, Z_IMAGE, captions, randomise
 from tests.models.test_dit import randomised
 
 LEVELS = ("none", "norms", "cheap", "half", "mlp")
 LABELS = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3)
 CAPTIONS = DiTConfig((4, 4), 2, 2, 72, 1, 3, text=TextConfig("t5", 8, 5, cross_attention=True))
 NO_BIAS = replace(LABELS, bias=False)
+MODERN = replace(LABELS, norm="rms", mlp="swiglu", positions="rope", qk_norm=True)
 SPEEDS = {"torch": SpeedFlags(), "kernels": SpeedFlags(True, True, True), "modulate": SpeedFlags(True, False, False)}
 
 
@@ -69,6 +75,11 @@ def gradients(model: DiT, passes: int = 1, retain: int = 1, autocast: bool = Fal
         (NO_BIAS, "torch", {}),
         (LABELS, "modulate", {"autocast": True}),
         (CAPTIONS, "kernels", {"retain": 2, "autocast": True}),
+        (MODERN, "torch", {"passes": 2, "retain": 2}),
+        (MODERN, "torch", {"autocast": True}),
+        (MODERN, "kernels", {"passes": 2}),
+        (replace(MODERN, norm="layer", bias=False), "modulate", {"autocast": True}),
+        (replace(MODERN, mlp="gelu"), "kernels", {"autocast": True}),
     ),
 )
 def test_gradients_are_the_same_bits(config, speed, how):
@@ -104,6 +115,41 @@ def test_a_block_keeps_so_many_tensors(speed, autocast):
         # The second block with "half" behaves as with "mlp". The slack is for statistics and modulation, small at usual
         # widths.
         assert tensors <= kept[level] - cast < tensors + 0.6, (level, kept)
+
+
+# the published Z-Image has RMSNorms around each branch; FLUX.2's second block has attention and MLP side by side
+PUBLIC = {
+    "z_image": ({**Z_IMAGE, "dim": 96, "axes_dims": [16, 8, 8]}, "n_layers"),
+    "flux2": ({**FLUX2, "attention_head_dim": 64, "axes_dims_rope": [16] * 4}, "num_single_layers"),
+    "modern": (replace(MODERN, input_size=(24, 24)), "depth"),
+}
+
+
+@pytest.mark.parametrize("which", PUBLIC)
+def test_the_estimate_counts_what_blocks_with_swiglu_recompute(which):
+    """Compare a block's saved bytes with the estimate for its kernels."""
+    values, depth = PUBLIC[which]
+
+    def kept(level: str, blocks: int) -> tuple[int, float]:
+        if isinstance(values, DiTConfig):
+            model = model_of(replace(values, depth=blocks), SPEEDS["kernels"], level)
+            config, arguments = model.config, inputs(model.config, batch=3)
+        else:
+            config = public_config(which, values | {depth: blocks}, (12, 20), max_tokens=7)
+            model = PublicDiT(config)
+            randomise(model)
+            kernels = select_kernels(SPEEDS["kernels"], torch.device("cpu"), torch.float32, config.head_dim, 240)
+            model.use(ops=kernels.ops, attend=kernels.attend)
+            recompute_in(model, level)
+            y = captions(which, values, [5, 7, 2], torch.float32)
+            arguments = torch.randn(3, config.in_channels, 12, 20), torch.rand(3), y
+        units = plan_of(config).kept(config, Execution(recompute=level, block=config.depth - 1)).units
+        return kept_bytes(lambda: model(*arguments)), units * 3 * config.tokens * config.hidden_size * 4
+
+    found = {level: (kept(level, 2)[0] - kept(level, 1)[0], kept(level, 2)[1]) for level in LEVELS if level != "half"}
+    (none, all_units), *others = found.values()
+    for count, units in others:
+        assert none - count == pytest.approx(all_units - units, rel=0.02), found
 
 
 def test_autocasts_copy_of_an_fp32_activation_is_not_kept():

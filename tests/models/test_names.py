@@ -214,4 +214,5 @@ def test_what_can_not_be_combined():
     ):
         build("MovieGen-Ti/2", num_classes=3).check_speed(False, "cheap")
     build("DiT-S/2", num_classes=3, bias=False).check_speed(False, "cheap")
+    build("DiT-S/2", num_classes=3, norm="rms", mlp="swiglu").check_speed(False, "cheap")
     build("ST-DiT-Ti/222", num_classes=3, qk_norm=True).check_speed(True, "none")

@@ -158,6 +158,10 @@ class PublicConfig(DiTConfig):
         return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
 
     @property
+    def recompute(self) -> bool:
+        return all(block.mlp in ("gelu", "swiglu") and block.kv_heads is None for block in self.spec.blocks)
+
+    @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return {}
 
@@ -461,8 +465,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     """
     spec, total = config.spec, Kept()
     recomputed_norms = execution.recompute != "none"
-    # the MLP's layers whose outputs are recomputed: GELU, and fc1 in all blocks or in half of them
-    recomputed_wide = {"cheap": 1, "half": 1.5, "mlp": 2}.get(execution.recompute, 0)
+    share_of_fc1 = {"half": 0.5, "mlp": 1}.get(execution.recompute, 0)  # of the blocks that recompute fc1's output
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
     blocks = spec.blocks if execution.block is None else (spec.blocks[execution.block],)
@@ -473,7 +476,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         outputs = 1 if block.parallel else 3  # in a parallel block, attention and MLP share one output tensor
         units = 1 + (0 if recomputed_norms else norms * (1 + between)) + 4 + turned * block.options.qk_norm + outputs
         wide = block.mlp_hidden / block.width
-        units += (1 + MLPS[block.mlp].branches - recomputed_wide) * wide + 1
+        fc1, activated = MLPS[block.mlp].branches * (1 - share_of_fc1), execution.recompute in ("none", "norms")
+        units += (fc1 + activated) * wide + 1
         units -= 2 * (execution.frozen_gates and not block.norm_after)
         if block.norm_after and (execution.fp8 or not execution.fused):  # torch computes these norms.
             units += 2
@@ -493,8 +497,9 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
 
 def backward(config: PublicConfig, execution: Execution) -> float:
     own = 5 + 5 / 4 * (config.mlp_ratio - 4) + execution.frozen_gates  # only trained gates need and free fc2's output
-    if execution.recompute not in ("none", "norms"):  # GELU's output, or also fc1's output and input
-        own += config.mlp_ratio + (config.mlp_ratio + 1) * (execution.recompute != "cheap")
+    if execution.recompute not in ("none", "norms"):  # the activation's output, or also fc1's output and input
+        own += config.mlp_ratio
+        own += (MLPS[config.mlp].branches * config.mlp_ratio + 1) * (execution.recompute != "cheap")
     return own * _streams(config, config.spec.block) / config.tokens
 
 
