@@ -34,7 +34,7 @@ NETWORKS: dict[str, dict[str, Any]] = {  # heads and widths that the kernels and
     "wan_ti2v": HEADS | dict(ffn_dim=528),
 }
 BOUNDS = {"bf16": 0.1, "fp8": 0.2}  # relative error of the latents
-CURVES = {"bf16": 0.03, "fp8": 0.09}  # relative error of the losses
+CURVES = {"bf16": 0.01, "fp8": 0.09}  # relative error of the mean of ten losses
 STEPS, LENGTH = 100, 9
 names = pytest.mark.parametrize("name", NETWORKS)
 
@@ -81,19 +81,19 @@ def test_latents_are_near_those_of_diffusers(root, name, precision):
     assert (found.cpu() - expected).norm() < BOUNDS[precision] * expected.norm()
 
 
-def curve(root: Path, name: str, flags: str, outputs: Path) -> list[float]:
-    """Train with these flags, and return the loss of every step."""
+def curve(root: Path, name: str, flags: str, outputs: Path) -> np.ndarray:
+    """Train with these flags, and return the mean of every ten losses."""
     data = f"{root}/clips.csv --use_video --num_frames {LENGTH}" if "wan" in name else f"{root}/pictures.csv"
     argv = f"--pretrained {root}/{name} --data_path {data} --image_size 64 --batch_size 4 --num_workers 0 --lr 1e-4"
     argv += f" --log_every 1 --sample_every 0 --no_save --warmup_steps 0 --max_steps {STEPS} --outputs {outputs}"
     train.main([*argv.split(), *flags.split()])
     (run,) = outputs.glob("0*")
-    return [line["loss"] for line in log_of(run)]
+    return np.array([line["loss"] for line in log_of(run)]).reshape(STEPS // 10, 10).mean(1)
 
 
 @pytest.fixture(scope="module")
-def exact(root, tmp_path_factory) -> Callable[[str], list[float]]:
-    """Return a function that returns a network's losses in fp32."""
+def exact(root, tmp_path_factory) -> Callable[[str], np.ndarray]:
+    """Return a function that returns a network's curve in fp32."""
     return functools.cache(lambda name: curve(root, name, "--mixed_precision fp32", tmp_path_factory.mktemp(name)))
 
 
@@ -103,4 +103,5 @@ def test_a_hundred_steps_follow_the_curve_of_fp32(root, exact, name, precision, 
     available(precision)
     flags = "--mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn"
     found = curve(root, name, flags + (" --fp8" if precision == "fp8" else ""), tmp_path)
-    assert len(found) == STEPS and found == pytest.approx(exact(name), rel=CURVES[precision])
+    wanted = exact(name)
+    assert wanted[-1] < 0.85 * wanted[0] and found == pytest.approx(wanted, rel=CURVES[precision])
