@@ -133,8 +133,8 @@ def recomputing(ops: BlockOps, level: str, gated: Collection[Projection] = ()) -
     gelu_kernel = ops.kernel("linear_gelu")
 
     def thrifty(operation: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return ``function`` so that it saves only x. Fused kernels do. torch's expressions would also save the
-        normalised tensor, so they are checkpointed."""
+        """Return ``function``, which computes ``operation``, checkpointed unless a fused kernel saves only x. torch's
+        expressions would also save the normalised tensor."""
         kernel = ops.kernel(operation)
         if kernel is not None and kernel.keeps == ("x",):
             return function

@@ -367,7 +367,7 @@ def choose(
         chosen = [one for one in search.best(offload, cut, base) if search.accepts(one.candidate)][:shown]
         if chosen:
             return chosen, search.config
-    flag = _decided_by(held)
+    flag = "--recompute auto" if held else "--parallel auto"
     if search.least is not None:
         memory, candidate = search.least
         raise ValueError(
@@ -380,10 +380,6 @@ def choose(
         f"{flag}: {search.samples()} samples a step can't be shared by {where.world} ranks evenly; change "
         "--global_batch_size"
     )
-
-
-def _decided_by(held: Collection[str]) -> str:
-    return "--recompute auto" if held else "--parallel auto"
 
 
 def decide(
@@ -402,7 +398,12 @@ def decide(
     if flags.parallel != AUTO and not held:
         return fit(flags, dataset, where)
     chosen, config = choose(flags, dataset, where, held=held)
-    return chosen[0].candidate.on(flags), report(chosen, config, where, origin, held)
+    lines, one = report(chosen, config, where, origin), chosen[0]
+    if held:
+        words = "--grad_checkpoint" if one.candidate.grad_checkpoint else f"--recompute {one.candidate.recompute}"
+        used = f"{one.memory / GIB:,.2f} of {where.capacity / GIB:,.2f} GiB by the estimate"
+        lines = [f"--recompute auto: {words}: {used}, {1e3 * one.cost.total:,.0f} ms a step predicted at {origin}"]
+    return one.candidate.on(flags), lines
 
 
 def decide_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
@@ -447,13 +448,11 @@ def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
     return open_data(flags.resolve(where.world, where.has_gpu)[0])
 
 
-def report(
-    chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str, held: Collection[str] = ()
-) -> list[str]:
+def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:
     """Return lines that list the best candidates, their estimates, and the largest cost of each."""
     nodes = f", {where.node} a node" if where.world > where.node else ""
     lines = [
-        f"{_decided_by(held)}: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "
+        f"--parallel auto: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "
         f"{chosen[0].samples:,} samples of {config.tokens:,} tokens a step; taken: the first"
     ]
     for number, one in enumerate(chosen, 1):
@@ -608,9 +607,9 @@ def _words(flags: TrainConfig) -> str:
 # Values of --recompute in words.
 AGAIN = {
     "norms": "norms are",
-    "cheap": "norms and GELU are",
-    "half": "norms, GELU and every other MLP's first product are",
-    "mlp": "norms, GELU and the MLPs' first product are",
+    "cheap": "norms and activations are",
+    "half": "norms, activations and every other MLP's first product are",
+    "mlp": "norms, activations and the MLPs' first product are",
 }
 # Relative errors of LoRA's gradients, measured by benchmarks/bench_base_precision.py on a small model.
 ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}

@@ -276,12 +276,14 @@ def test_recompute_auto_changes_only_what_is_recomputed(words, gib, wan):
     assert (decided.recompute, decided.grad_checkpoint) == (level, checkpoint), lines
     expected, _ = replace(flags, recompute=level, grad_checkpoint=checkpoint).resolve(1, True)
     assert replace(decided.resolve(1, True)[0], given=expected.given) == expected
-    assert lines[0].startswith("--recompute auto: 1 ranks") and len(lines) == 2
+    chosen = "--grad_checkpoint" if checkpoint else f"--recompute {level}"
+    memory = f"{needs(level, checkpoint) / GIB:,.2f} of {gib:,.2f} GiB"
+    assert lines[0].startswith(f"--recompute auto: {chosen}: {memory} by the estimate, ") and len(lines) == 1
 
 
 def test_recompute_auto_in_a_run_and_beside_other_flags(tmp_path, capsys):
     train.main([*TINY.split(), "--recompute", "auto", "--outputs", str(tmp_path)])
-    assert "--recompute auto: 1 ranks" in capsys.readouterr().out
+    assert "--recompute auto: --recompute none: " in capsys.readouterr().out
     flags = parse(TrainConfig, f"{PICTURES} --parallel auto --recompute auto --dry_run 2 --batch_size 200".split())
     where = Circumstances(2, 8, 74 * GIB, H200)
     assert auto_parallel.decide(flags, data_of(flags, where), where, "")[0].recompute in RECOMPUTE
