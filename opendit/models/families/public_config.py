@@ -473,7 +473,9 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         across = any(branch.sees == "caption" for branch in block.branches)
         norms = 1 if block.parallel else 2
         turned = (3 if block.streams else 2) if execution.fused else 4
-        outputs = 1 if block.parallel else 3  # in a parallel block, attention and MLP share one output tensor
+        # Attention's and MLP's outputs and the sum between them. A stream's part of attention's output is copied. In a
+        # parallel block, attention and MLP share one output tensor.
+        outputs = 1 if block.parallel else 2 + bool(block.streams)
         units = 1 + (0 if recomputed_norms else norms * (1 + between)) + 4 + turned * block.options.qk_norm + outputs
         wide = block.mlp_hidden / block.width
         fc1, activated = MLPS[block.mlp].branches * (1 - share_of_fc1), execution.recompute in ("none", "norms")
@@ -486,7 +488,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
             units += 2 * block.kv_heads / block.heads
         if across:
             # On a CPU, torch's RMSNorm also keeps the normalised queries before their multiplication by the weight.
-            units += (4 if execution.fused else 5) + 2 * _attended(config) / media
+            units += (5 if execution.fused else 6) + 2 * _attended(config) / media
         share = _streams(config, block) / config.tokens / len(blocks)
         weights = max(1, len(block.streams) - len(block.read)) * sum(_weights(block))
         weights = execution.fp8 * (weights + len(block.read) * 3 * block.width**2)
