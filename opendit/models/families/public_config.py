@@ -488,7 +488,9 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
             units += 2 * block.kv_heads / block.heads
         if across:
             # On a CPU, torch's RMSNorm also keeps the normalised queries before their multiplication by the weight.
+            gated = any(branch.sees == "caption" and branch.modulated for branch in block.branches)
             units += (5 if execution.fused else 6) + 2 * _attended(config) / media
+            units += gated and not execution.frozen_gates  # the branch's output
         share = _streams(config, block) / config.tokens / len(blocks)
         weights = max(1, len(block.streams) - len(block.read)) * sum(_weights(block))
         weights = execution.fp8 * (weights + len(block.read) * 3 * block.width**2)
