@@ -204,7 +204,7 @@ def test_a_file_of_measured_hardware_is_read(capsys):
     reading.unpack("hardware")
     train.main(cases.DRY_RUN.split())
     out = capsys.readouterr().out
-    assert "CPU: measured here by 1 ranks" in out
+    assert "predicted at CPU speed (measured here by 1 ranks" in out
     found = re.search(r"^  time +([\d,.]+) ms a step", out, re.MULTILINE)
     assert found is not None
     assert float(found[1].replace(",", "")) == pytest.approx(RECORDED["hardware"]["ms"], rel=0.01)

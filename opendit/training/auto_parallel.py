@@ -402,7 +402,8 @@ def decide(
     if held:
         words = "--grad_checkpoint" if one.candidate.grad_checkpoint else f"--recompute {one.candidate.recompute}"
         used = f"{one.memory / GIB:,.2f} of {where.capacity / GIB:,.2f} GiB by the estimate"
-        lines = [f"--recompute auto: {words}: {used}, {1e3 * one.cost.total:,.0f} ms a step predicted at {origin}"]
+        speed = f"{1e3 * one.cost.total:,.0f} ms a step predicted at {origin.partition(':')[0]} speed"
+        lines = [f"--recompute auto: {words}: {used}, {speed}"]
     return one.candidate.on(flags), lines
 
 

@@ -18,7 +18,7 @@ def test_duration_is_steps_by_seconds(steps, shown, unit, capsys):
     dry_run(parse(TrainConfig, f"--recipe digits --max_steps {steps} --epochs 10000000 --dry_run".split()))
     said = capsys.readouterr().out
     step = float(re.search(r"time +([\d.]+) ms a step", said)[1])
-    number, card = re.search(rf"duration +about ([\d.]+) {unit} for {shown}, predicted \((\w+)", said).groups()
+    number, card = re.search(rf"duration +about ([\d.]+) {unit} for {shown}, predicted at (\w+) speed", said).groups()
     expected = steps * step / 1000 / {"hours": 3600, "min": 60, "s": 1}[unit]
     assert abs(float(number) - expected) < 0.51 and card in said
 

@@ -346,7 +346,6 @@ REFUSED = [
     ("flux", "--max_text_tokens 600", "--max_text_tokens 600: out of range of flux/flux; give 512 at most"),
     ("flux", "--image_size 40", "--image_size 40: does not divide by 16"),
     ("flux", "--use_video --num_frames 5", "takes pictures"),
-    ("lumina2", "--recompute half", "half: does not work with lumina2 models; use but_attention or --grad_checkpoint"),
     ("wan", "--given_frames first", "--given_frames first: wan/wan takes none; leave it out"),
     (
         "z_image",

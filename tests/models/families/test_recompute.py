@@ -178,3 +178,14 @@ def test_the_memory_estimate_counts_what_each_level_recomputes(family, lora):
     _, (cheap, cheap_units), _, (mlp, mlp_units) = others
     last = 0.15 if family == "sd3" else 0.01  # captions have no MLP in SD3's last block, one of the three here
     assert cheap - mlp == pytest.approx(cheap_units - mlp_units, rel=last)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_unsupported_levels_are_refused(family):
+    values, size = MODELS[family]
+    config = public_config(family, values, size)
+    assert config.recompute == (family in ALL_LEVELS)
+    config.check_speed(fp8=False, recompute="but_attention")
+    if family not in ALL_LEVELS:
+        with pytest.raises(ValueError, match=f"half: does not work with {family} models; use but_attention or --grad"):
+            config.check_speed(fp8=False, recompute="half")
