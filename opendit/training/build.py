@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -278,10 +279,11 @@ def recorded_end(run: Run, supervisor: Supervisor) -> Iterator[None]:
         yield
         return
     failures = run.monitor.failures
+    writing = threading.Lock()  # if a rank is lost, this thread and the supervisor's may write at the same time
 
     def write(failed: bool, why: str | None = None) -> None:
         how = {name: name == why for name in ("stopped", "hours_up")}
-        with failures.survive(ENDED, run.done):
+        with writing, failures.survive(ENDED, run.done):
             ended = {"step": run.done, "done": run.done >= run.last_step, **how, "failed": failed}
             write_whole(run.folder / ENDED, (json.dumps(ended) + "\n").encode(), root=run.folder)
 

@@ -85,7 +85,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
 
     resume = find_checkpoint(flags.load, flags.outputs, flags.model, mesh) if flags.load else None
     if flags.load and resume is None:
-        notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
+        notes.append(f"--load latest: no checkpoint of {flags.model} under {flags.outputs}, starting afresh")
     flags = _lora_of_resume(_both_of_resume(flags, resume), resume, mesh.world_size)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions

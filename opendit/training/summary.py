@@ -373,7 +373,8 @@ def summarise(run: Run) -> None:
     if next_step := what_next(run, step, checkpoints.newest):
         rows["next"] = next_step
     if checkpoints.failures:
-        rows["NOT SAVED"] = "; ".join(checkpoints.failures)
+        *earlier, last = checkpoints.failures
+        rows["NOT SAVED"] = f"{len(earlier) + 1} times; the last at {last}" if earlier else last
     if failures.count:
         rows["NOT WRITTEN"] = f"{failures.describe()}; the exit code is 1"
     loss = f", last logged loss {monitor.last['loss']:.4f}" if monitor.last.get("loss") is not None else ""

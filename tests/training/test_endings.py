@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,11 +17,35 @@ import pytest
 import opendit.parallel.supervisor
 import opendit.training.drawing
 import opendit.training.prepare
+from opendit.common import safe_files
+from opendit.common.safe_files import WriteFailures
 from opendit.data.digits import DigitsDataset
+from opendit.training import build
 from opendit.training.monitor import Monitor
 from tests.checkpoint.test_checkpoint import steps_in
 from tests.training.programs import LONG, ROOT, SOON, after
 from train import Inputs
+
+
+def test_two_threads_that_record_the_end_take_turns(tmp_path, monkeypatch):
+    """When another rank is lost, the main thread and the supervisor's may record the end at the same time."""
+    closing, failures, both, rename = [], WriteFailures(), threading.Barrier(2), safe_files._replace
+
+    def rename_together(*args) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # until the other thread also has written its temporary file
+        rename(*args)
+
+    monkeypatch.setattr(safe_files, "_replace", rename_together)
+    monitor = SimpleNamespace(failures=failures)
+    run = SimpleNamespace(mesh=SimpleNamespace(is_main=True), monitor=monitor, folder=tmp_path, done=3, last_step=5)
+    with pytest.raises(RuntimeError), build.recorded_end(run, SimpleNamespace(closes=closing.append)):
+        supervisor = threading.Thread(target=closing[0], args=(1.0,))
+        supervisor.start()
+        raise RuntimeError("a rank was lost")
+    supervisor.join()
+    assert failures.count == 0 and json.loads((tmp_path / "ended.json").read_text())["failed"]
+
 
 # ------------------------------------------------------------------------------------------ one rank's error
 

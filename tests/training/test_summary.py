@@ -44,6 +44,12 @@ def test_nothing_is_named_that_is_not_there(tmp_path, capsys):
     assert "NOT WRITTEN  log.jsonl once, samples once; the exit code is 1" in said
 
 
+def test_many_failed_saves_take_one_line(tmp_path, capsys):
+    failures = [f"step {step}: rank 0: full" for step in (1, 2, 3)]
+    said = say(spec(tmp_path), capsys, newest=tmp_path, failures=failures)
+    assert "NOT SAVED   3 times; the last at step 3: rank 0: full\n" in said and "step 2" not in said
+
+
 def test_what_is_there_is_named_with_a_command_that_works(tmp_path, capsys):
     folder = tmp_path / "my runs" / "000-DiT-Ti-2"
     (folder / "samples").mkdir(parents=True)

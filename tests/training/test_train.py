@@ -98,7 +98,7 @@ def test_two_ranks_follow_the_plain_loop_and_resume_exactly(tmp_path):
 def test_load_latest_without_a_run_starts_afresh(tmp_path, no_ranks, capsys):
     argv = [*TINY, *QUIET, "--batch_size", "4", "--max_steps", "1", "--outputs", str(tmp_path), "--load", "latest"]
     train.main(argv)
-    assert "starting afresh" in capsys.readouterr().out
+    assert f"no checkpoint of DiT-Ti/2 under {tmp_path}, starting afresh" in capsys.readouterr().out
     assert len(log_of(tmp_path / "000-DiT-Ti-2")) == 1
 
 
