@@ -2,17 +2,18 @@
 
 import math
 import shlex
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from opendit.checkpoint.run_folders import newest_run
+from opendit.checkpoint.run_folders import CHECKPOINTS, newest_run
 from opendit.common.safe_files import WriteFailures
 from opendit.config.architectures import family_in
 from opendit.config.command_line import overridden
-from opendit.config.components import BatchFlags
+from opendit.config.components import BatchFlags, TokenRoute
 from opendit.config.console import print_block, print_error
 from opendit.config.names import DESCRIPTIONS
 from opendit.config.train import TrainConfig
@@ -297,6 +298,8 @@ def announce(run: Run, failures: WriteFailures) -> None:
         "trained": f"{weights:,} weights" + (f": {run.lora}, and what is new" if run.lora else ""),
         **({} if run.low is None else {"networks": f"two by turns, the high-noise one in {run.share:.1%} of steps"}),
         **({"blocks": blocks} if (blocks := _blocks(run)) else {}),
+        **({"aligned": aligned} if (aligned := _aligned(run)) else {}),
+        **({"route": _route(route)} if (route := flags.token_route) else {}),
         "optimizer": _optimizer(engine) + ("; moments in host memory" if flags.offloaded_state == "state" else ""),
         "EMA": f"{'power functions of widths' if ema.power else 'decay'} {', '.join(map(str, ema.decays))}"
         f"{', warm-up' if ema.warmup else ''}; "
@@ -319,8 +322,47 @@ def announce(run: Run, failures: WriteFailures) -> None:
         "run folder": str(run.folder),
     }
     print_block("OpenDiT training", rows)
-    for note in run.notes:
+    short = short_of_disk(run, weights * (1 if run.low is None else 2))
+    for note in [*run.notes, *([short] if short else [])]:
         print(f"note: {note}", flush=True)
+
+
+def short_of_disk(run: Run, weights: int) -> str | None:
+    """Return a note if the checkpoints that the run will write need more than the free disk space. weights: number of
+    trained weights."""
+    flags, left = run.flags, run.last_step - run.first_step
+    if not flags.save or left <= 0:
+        return None
+    count = math.ceil(left / flags.ckpt_every) if flags.ckpt_every else 1
+    if flags.ckpt_keep:  # a new checkpoint is written before the oldest is deleted
+        there = len(list((run.folder / CHECKPOINTS).glob("step_*")))
+        count = min(count, max(1, flags.ckpt_keep + 1 - there))
+    needed = count * weights * (4 + 8 + 4 * len(run.ema.decays))  # fp32 weights, two moments and the averages
+    free = shutil.disk_usage(run.folder).free
+    if needed <= free:
+        return None
+    what = "its checkpoint takes" if count == 1 else f"{count:,} checkpoints take"
+    keep = "" if count == 1 or flags.ckpt_keep else ", or keep fewer by --ckpt_keep"
+    return (
+        f"disk: {free / GIB:,.2f} GiB are free under {flags.outputs}, but {what} about {needed / GIB:,.2f} GiB; "
+        f"make room{keep}"
+    )
+
+
+def _aligned(run: Run) -> str | None:
+    alignment, flags = run.model_config.alignment, run.flags
+    if alignment is None:
+        return None
+    return (
+        f"after {alignment.block} of {run.model_config.depth} blocks with --repa {flags.repa}: "
+        f"weight {flags.repa_weight:g}, projector {alignment.projector}"
+    )
+
+
+def _route(route: TokenRoute) -> str:
+    until = "" if route.until is None else f", until step {route.until:,}"
+    kind = "SPRINT" if route.fused else "TREAD"
+    return f"{100 * route.share:g} % of tokens skip blocks {route.first} to {route.last - 1}{until} ({kind})"
 
 
 def _blocks(run: Run) -> str:

@@ -84,6 +84,8 @@ def test_a_disk_that_is_really_full(tmp_path, no_ranks):
         pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     assert (told / "code").read_text() == "1\n"
+    assert f"GiB are free under {disk}, but 4 checkpoints take about {4 * one / 2**30:.2f} GiB; " in done.stdout
+    assert "note: disk" not in done.stderr  # after the disk has grown
     for step in (3, 4):
         assert f"step {step}: NOT SAVED, rank 0: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}: " in done.stdout
         assert f"{disk}/000-DiT-Ti-2/checkpoints/.step_000000{step}.incomplete/" in done.stdout

@@ -47,6 +47,9 @@ def test_two_ranks_train_what_one_does_a_resume_goes_on_and_the_run_draws(teache
     flags += ["--batch_size", "16", "--outputs", str(one), "--load", "latest"]
     train.main([*flags, "--max_steps", "2"])
     train.main([*flags, "--max_steps", "3"])
+    said = capsys.readouterr().out
+    assert f" aligned     after 2 of 4 blocks with --repa {teacher}: weight 0.5, projector conv\n" in said
+    assert " route       50 % of tokens skip blocks 2 to 3 (TREAD)\n" in said
     torch.testing.assert_close(losses(one), losses(two), rtol=2e-5, atol=0)
     assert losses(one)[0] > 1.3  # the objective's loss plus half of 1 - cosine
     pipe = opendit.load(one / "000-DiT-Ti-2")

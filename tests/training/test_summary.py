@@ -50,6 +50,26 @@ def test_many_failed_saves_take_one_line(tmp_path, capsys):
     assert "NOT SAVED   3 times; the last at step 3: rank 0: full\n" in said and "step 2" not in said
 
 
+@pytest.mark.parametrize(
+    ("more", "free", "said"),
+    [
+        ({}, 5 * 20_000, None),  # 1,000 weights with two moments and two averages: 20,000 bytes a checkpoint
+        ({}, 5 * 20_000 - 1, "but 5 checkpoints take about 0.00 GiB; make room, or keep fewer by --ckpt_keep"),
+        ({"ckpt_keep": 2}, 3 * 20_000, None),
+        ({"ckpt_keep": 2}, 3 * 20_000 - 1, "but 3 checkpoints take about 0.00 GiB; make room"),
+        ({"ckpt_every": 0}, 20_000 - 1, "but its checkpoint takes about 0.00 GiB; make room"),
+        ({"save": False}, 0, None),
+    ],
+)
+def test_too_full_a_disk_is_noted_at_the_start(tmp_path, monkeypatch, more, free, said):
+    monkeypatch.setattr(summary.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    values = {"save": True, "ckpt_every": 10, "ckpt_keep": 0, "outputs": "outputs", **more}
+    average = SimpleNamespace(decays=(0.05, 0.1))
+    run = SimpleNamespace(flags=SimpleNamespace(**values), folder=tmp_path, ema=average, first_step=0, last_step=45)
+    note = summary.short_of_disk(run, 1000)
+    assert note == (said and f"disk: 0.00 GiB are free under outputs, {said}")
+
+
 def test_what_is_there_is_named_with_a_command_that_works(tmp_path, capsys):
     folder = tmp_path / "my runs" / "000-DiT-Ti-2"
     (folder / "samples").mkdir(parents=True)
