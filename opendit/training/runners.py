@@ -6,6 +6,7 @@ A step of DiT-XL/2 launches about 3,900 kernels, and the host needs about 160 ms
 
 import logging
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -345,6 +346,8 @@ class TargetNetwork:
     dropped: Tensor
 
     def __init__(self, engine: Engine, labels: Tensor):
+        # torch's formulas for forward-mode derivatives use its own deprecated compiler
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated", category=FutureWarning)
         self._engine, self._model, self._labels = engine, cast(DiT, engine.module), labels
         self.dropped = labels == self._model.config.num_classes
 

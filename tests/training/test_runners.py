@@ -1,6 +1,8 @@
 """Runners: the step that they make, and the CUDA graphs with a fake recorder. tests/gpu/ tests real graphs."""
 
 import contextlib
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +196,24 @@ def test_the_note_says_why_there_is_no_graph(plugin):
     assert note == "off: it needs a CUDA GPU" and (plugin in reason) == (plugin != "zero2")
     assert of_meanflow == "off: --objective meanflow draws the number of a step's intervals"
     assert not_asked == "off: --enable_cuda_graph is off"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_DERIVATIVE = """
+import contextlib, torch
+from types import SimpleNamespace
+from opendit.models.dit import DiT, DiTConfig
+from opendit.training.runners import TargetNetwork
+engine = SimpleNamespace(module=DiT(DiTConfig((4, 4), 2, 2, 24, 2, 3, num_classes=3)), autocast=contextlib.nullcontext)
+network, x, time = TargetNetwork(engine, torch.tensor([0, 2])), torch.ones(2, 2, 4, 4), torch.ones(2)
+print(network.derivative(x, time, x, time, torch.arange(2)).shape)
+"""
+
+
+def test_the_first_derivative_of_meanflow_shows_no_warning_of_torch():
+    command = [sys.executable, "-c", FIRST_DERIVATIVE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith("torch.Size([2, ") and done.stderr == ""
 
 
 class Plain(torch.nn.Module):
