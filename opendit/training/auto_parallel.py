@@ -438,6 +438,8 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
     here = environment_node_size() or mesh.world_size
     usable = mesh.least(USABLE_OF_A_HOST * host_memory() / here if memory is None else USABLE * memory)
     hardware, origin = find_hardware(flags.hardware, card)
+    if not has_gpu and flags.hardware is None:
+        origin += "; this machine has no GPU"
     if flags.card not in (None, AUTO):
         hardware, origin = on_card(flags.card, hardware, origin)
         usable = USABLE * hardware.capacity
