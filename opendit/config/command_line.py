@@ -538,6 +538,8 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
         except ValueError as error:
             parser.fail(error)
         values = {**_values(parser, shlex.split(recipe.flags)), **values}
+    if values.get("card") == "none":  # turns a recipe's --card off
+        values["card"] = None
     return cast(Callable[..., P], cls)(**values, given=given)
 
 
@@ -617,7 +619,7 @@ def to_yaml(config: Any) -> str:
 
     named = {"recipe": config.recipe} if config.recipe else {}
     given = {item.name: getattr(config, item.name) for item in flags_of(type(config)) if item.name in config.given}
-    kept = {name: value for name, value in given.items() if name not in NO_CHANGE}
+    kept = {name: "none" if value is None else value for name, value in given.items() if name not in NO_CHANGE}
     return yaml.safe_dump({**named, **kept}, sort_keys=False, allow_unicode=True)
 
 

@@ -220,7 +220,7 @@ class StartFlags(Flags):
     card: str | None = flag(
         None,
         "fit rank, FP8, what is recomputed and the micro-batch of --lora to a card's memory: auto (this one), its GiB, "
-        "or H200, H100, ...",
+        "or H200, H100, ...; none: keep all flags",
         unit="name",
     )
 
@@ -388,9 +388,15 @@ class BatchFlags(Flags):
         "Z-Image's captions are among the tokens",
         **between(1, 2**30, "tokens"),
     )
-    epochs: int = flag(1400, "passes over the data", unit="epochs", **COUNT)
+    epochs: int = flag(
+        1400, "passes over the data; without the flag, --max_steps alone ends a run", unit="epochs", **COUNT
+    )
     max_steps: int | None = flag(
-        None, "stop after this many steps, whatever --epochs is", common="stop after this many", unit="steps", **COUNT
+        None,
+        "stop after this many steps, or after the given --epochs if that is sooner",
+        common="stop after this many",
+        unit="steps",
+        **COUNT,
     )
     max_hours: float | None = flag(
         None, "save and stop before the program has run this long; --load resumes", above=0, at_most=1e5, unit="hours"

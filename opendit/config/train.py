@@ -717,16 +717,18 @@ class TrainConfig(
                 f"--offload {self.offload}: is for public models, not --model {self.model}, unless --plugin fsdp has "
                 "several GPUs; leave it out"
             )
-        if not sharded and not self.grad_checkpoint and self.recompute not in (BUT_ATTENTION, AUTO):
+        chosen_by_card = self.card is not None and not {"recompute", "grad_checkpoint"} & self.given
+        recomputed = self.grad_checkpoint or self.recompute in (BUT_ATTENTION, AUTO) or chosen_by_card
+        if not sharded and not recomputed:
             raise ValueError(
-                f"--offload {self.offload}: the backward pass calls blocks again; add --recompute {BUT_ATTENTION} or "
-                "--grad_checkpoint"
+                f"--offload {self.offload}: only recomputed blocks can be in host memory; add "
+                f"--recompute {BUT_ATTENTION} or --grad_checkpoint"
             )
-        recomputed = self.recompute_blocks
-        if not sharded and recomputed is not None and recomputed < self.streamed_blocks and self.offload != BLOCKS:
+        count = self.recompute_blocks
+        if not sharded and count is not None and count < self.streamed_blocks and self.offload != BLOCKS:
             raise ValueError(
                 f"--offload {self.offload}: only recomputed blocks can be in host memory, and --recompute_blocks has "
-                f"{recomputed}; use --offload {BLOCKS}:{recomputed}"
+                f"{count}; use --offload {BLOCKS}:{count}"
             )
         if whole and not sharded:
             raise ValueError(

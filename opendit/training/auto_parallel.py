@@ -389,7 +389,8 @@ def decide(
     the choice. origin: source of the hardware's measurements. For errors see :func:`choose` and :func:`fit`."""
     held = set[str]()
     if flags.recompute == AUTO:
-        flags = replace(flags, recompute="none", given=flags.given - {"recompute"})
+        needed = BUT_ATTENTION if flags.streamed_blocks and flags.plugin != "fsdp" else "none"
+        flags = replace(flags, recompute=needed, given=flags.given - {"recompute"})
         if flags.parallel != AUTO and flags.card is None:
             held = {each.name for each in fields(Candidate)} - {"recompute", "grad_checkpoint"}
             settled, _ = flags.resolve(where.world, where.has_gpu)
@@ -487,7 +488,7 @@ def on_card(card: str, hardware: HardwareModel, origin: str) -> tuple[HardwareMo
     try:
         memory = float(card)
     except ValueError:
-        raise ValueError(f"--card {card}: not known; give its GiB, or one of {', '.join(CARDS)}") from None
+        raise ValueError(f"--card {card}: not known; give its GiB, or one of auto, none, {', '.join(CARDS)}") from None
     if not 1 <= memory <= 10_000:
         raise ValueError(f"--card {card}: out of range; give GiB from 1 to 10,000")
     return replace(hardware, name=f"a card of {card} GiB", capacity=memory * GIB), origin
@@ -516,7 +517,8 @@ def candidates(search: Search, float8: bool) -> Iterator[dict[str, Any]]:
         options("batch_size", CARD_BATCHES),
     ):
         _, streamed = parse_offload(offload, frozen=True)
-        if streamed and plugin != "fsdp" and not (checkpoint or recompute == BUT_ATTENTION):
+        sharded = plugin == "fsdp" and search.where.world > 1
+        if streamed and not sharded and not (checkpoint or recompute == BUT_ATTENTION):
             continue
         base = ONE_BYTE[fp8] if base == "one" else base
         chosen = {"base_precision": base, "offload": offload} if public else {}

@@ -190,6 +190,9 @@ def caption_notes(
 
 
 def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
+    """Return the step that ends the run. The default of --epochs does not end a run that has --max_steps."""
+    if batch.max_steps is not None and "epochs" not in batch.given and batch.epochs == BatchFlags.epochs:
+        return batch.max_steps
     steps = schedule.steps(batch.epochs)
     return min(steps, batch.max_steps or steps)
 

@@ -161,6 +161,8 @@ def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, caps
     assert f"{needs:,.2f} GiB a GPU" in shown and "7,000,000 at most" in shown
     shown = dry_run(["2", "--recipe", "digits", "--epochs", "3"], capsys)
     assert "22.47 an epoch, 67 in all = 3.0 epochs, 4,288 samples" in shown
+    for epochs, last in ((), "40,000"), (("--epochs", "1400"), "31,456"):  # 1,438 digits, 64 a step
+        assert f" {last} in all = " in dry_run(["2", "--recipe", "digits", "--max_steps", "40000", *epochs], capsys)
     shown = dry_run(["--recipe", "mock_pretrain_xl_768p", "--sequence_parallel_size", "8"], capsys)
     assert "8, plugin" in shown and "over 8 ranks" in shown  # as many GPUs as share a sequence
 

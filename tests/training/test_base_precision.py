@@ -136,9 +136,9 @@ def test_its_lora_is_merged_into_the_folders_own_weights(folders, trained, tmp_p
     ("more", "message"),
     (
         ("--base_precision nf4 --compile", "--base_precision nf4: does not work with --compile, which can't follow"),
-        ("--offload blocks", "--offload blocks: the backward pass calls blocks again; add --recompute but_attention"),
+        ("--offload blocks", "--offload blocks: only recomputed blocks can be in host memory; add --recompute but_"),
         ("--offload block", "--offload block: not known; give one of none, average, state, blocks;"),
-        ("--offload blocks --plugin fsdp", "--offload blocks: the backward pass calls blocks again; add --recompute"),
+        ("--offload blocks --plugin fsdp", "--offload blocks: only recomputed blocks can be in host memory; add"),
         ("--base_precision int8 --sequence_parallel_size 2", "--sequence_parallel_size, whose ranks send"),
     ),
 )

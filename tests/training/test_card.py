@@ -3,9 +3,12 @@
 import re
 
 import pytest
+import yaml
 
 import train
 from benchmarks.random_folder import write_folder
+from opendit.config.command_line import parse, to_yaml
+from opendit.config.train import TrainConfig
 
 LARGE = (
     "--dry_run {} --data_path mock --model vDiT-7B/122 --use_video --num_frames 8 --image_size 256 --text_encoder bytes"
@@ -56,6 +59,15 @@ def test_the_step_time_names_the_card_whose_speed_it_assumes(card, speed, room, 
     assert re.findall(time, shown(f"{SMALL} {chosen} --hardware {speed}", capsys)) == [found]
 
 
+def test_none_turns_off_a_recipe_s_card(flux, capsys):
+    argv = public(flux, "--recipe lora")
+    assert "--card auto: --lora 16" in shown(argv, capsys)
+    without = shown(f"{argv} --card none", capsys)
+    assert "--card" not in without.replace("card None (recipe: auto)", "") and "memory  " in without
+    kept = yaml.safe_load(to_yaml(parse(TrainConfig, ["--recipe", "lora", "--card", "none"])))
+    assert kept == {"recipe": "lora", "card": "none"}
+
+
 def test_flags_that_are_given_stay(capsys):
     said = shown(f"{LARGE.format(1)} --lora 8 --recompute but_attention --batch_size 1 --card 80", capsys)
     assert "--card 80: --lora 8 --mixed_precision bf16 --recompute but_attention --batch_size 1 --grad_acc" in said
@@ -89,6 +101,8 @@ def public(folder, more: str) -> str:
         ("12", r"--base_precision int8 --offload blocks:\d+ --grad_checkpoint --recompute_blocks \d\d", 3),
         ("12 --recompute but_attention", r"--base_precision int8 --offload blocks:\d+ --recompute but_attention", 3),
         ("24 --fp8", r"--fp8 --base_precision fp8 --recompute but_attention --recompute_blocks \d\d", 2),
+        ("12 --offload blocks", r"--offload blocks --recompute but_attention", 2),
+        ("16 --offload blocks --recompute auto", r"--offload blocks --recompute but_attention", 2),
         ("12 --offload none", "--base_precision nf4 --recompute but_attention", 2),
     ],
 )
@@ -107,7 +121,7 @@ def test_small_cards_get_stored_blocks_and_then_blocks_in_host_memory(flux, card
     ("argv", "message"),
     [
         (f"{LARGE.format(1)} --lora 16 --card 6", r"--card 6: 5.6 GiB can be used, and --lora 16 .* needs [\d.]+;"),
-        (f"{SMALL} --lora 4 --card Z80", "--card Z80: not known; give its GiB, or one of H200, "),
+        (f"{SMALL} --lora 4 --card Z80", "--card Z80: not known; give its GiB, or one of auto, none, H200, "),
         (f"{SMALL} --lora 4 --card 0.5", "--card 0.5: out of range; give GiB from 1 to 10,000"),
         (f"{SMALL} --lora 4 --card 24 --parallel auto", "--card: does nothing with --parallel auto"),
         (SMALL.replace("--pretrained no.safetensors", "--card 24"), "--card: does nothing without --lora"),
