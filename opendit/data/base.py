@@ -386,11 +386,11 @@ def to_pixels(x: Tensor) -> Tensor:
 class BadFileCounter:
     """Counts readable and unreadable files, and reports each unreadable file once.
 
-    max_bad: largest tolerated fraction of unreadable files. It is checked after ``minimum`` files. on_skip: called with
-    "path: reason" for each unreadable file."""
+    max_bad: largest tolerated fraction of unreadable files. It is checked after ``minimum`` files; 0 tolerates none
+    from the first file on. on_skip: called with "path: reason" for each unreadable file."""
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
-        self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum
+        self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum if max_bad else 1
         self.read = 0  # number of files tried, including unreadable ones
         self.skipped = 0
         self.files: dict[str, None] = {}  # distinct unreadable files, in order of their first failure

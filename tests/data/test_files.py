@@ -1,6 +1,7 @@
 """Disks that fail for a while or for good."""
 
 import builtins
+import contextlib
 import errno
 import io
 import os
@@ -10,7 +11,7 @@ import torch
 
 from opendit.data import DataError, build_dataset, build_loader, build_schedule
 from opendit.data import files as media_files
-from opendit.data.base import BadSample
+from opendit.data.base import BadFileCounter, BadSample
 from opendit.data.files import Verification
 from opendit.data.shards.program import make_indexes
 from opendit.data.video_files import write_mp4
@@ -129,3 +130,13 @@ def test_checksums_wait_for_the_disk_too(tmp_path, fails):
         verification.wait()
         with pytest.raises(DataError, match=damage):
             verification.check()
+
+
+@pytest.mark.parametrize(("max_bad", "stops_at"), [(0.0, 1), (0.01, 100), (0.2, None)])
+def test_no_bad_file_is_tolerated_at_0_and_a_share_counts_from_100_files_on(max_bad, stops_at):
+    counter, read = BadFileCounter(max_bad), 0
+    with pytest.raises(DataError, match="can't be read") if stops_at else contextlib.nullcontext():
+        for read in range(1, 201):
+            bad = ["a.png: broken"] if read % 10 == 1 else []
+            counter.add(1 - len(bad), bad)
+    assert read == (stops_at or 200)
