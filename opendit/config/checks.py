@@ -38,8 +38,14 @@ def check_workers(number: int, asked_for: bool) -> None:
         raise OnThisMachine(f"--num_workers {number}: this machine has {cores} CPU cores; use {most} at most")
 
 
+LIKE_A_FILE = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".npz")
+
+
 def check_writable(folder: str, flag_name: str) -> None:
-    """Create the folder, and check that files can be written to it."""
+    """Create the folder, and check that files can be written to it. Raises ValueError for a name that looks like a
+    file's, unless such a folder exists."""
+    if Path(folder).suffix.lower() in LIKE_A_FILE and not os.path.isdir(folder):
+        raise ValueError(f"{flag_name} {folder}: is a file's name; give a folder")
     try:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

@@ -97,6 +97,7 @@ def test_the_check_tells_good_from_bad(text, good):
 
 # Command line -> the printed line without "error: "
 LINES = {
+    "sample --output new/one.PNG": "--output new/one.PNG: is a file's name; give a folder",
     "train --lr nan": "--lr nan: out of range; give a number above 0 and at most 1e+38",
     "train --lr abc": "--lr abc: no number; give a number above 0 and at most 1e+38",
     "train --batch_size 1.5": "--batch_size 1.5: no whole number; give a whole number from 1 to 65,536",
