@@ -436,7 +436,7 @@ def _with_lora(
             if differs := block_differences(found, each.config):
                 raise ValueError(
                     f"--lora {each.path}: was trained on {shown(each.info['model'])}, {base.path} is another model "
-                    f"({', '.join(differs)}); take its own one"
+                    f"({', '.join(differs)}); draw with the model of its training"
                 )
             same = same_network(found, each.config)
             tensor_set.check_size(each.config if same else found, base.shapes | each.shapes, each.path)

@@ -294,8 +294,7 @@ class BatchSchedule:
         if dataset_size < global_batch:
             raise ValueError(
                 f"the data set of {dataset_size:,} samples is smaller than one global batch of {global_batch:,} "
-                "= batch_size x ranks x grad_accumulation; lower --batch_size, --grad_accumulation or "
-                "--global_batch_size"
+                f"= batch_size x ranks x grad_accumulation; give --global_batch_size {dataset_size} or less"
             )
         self.dataset_size, self.global_batch, self.seed = dataset_size, global_batch, seed
         self._computed: tuple[range, list[StepRows]] = range(0), []

@@ -66,8 +66,8 @@ from opendit.training.monitor import RunLogger, describe_duration
 from opendit.training.run import Run
 from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second, training_flops
 
-# GPU memory as torch reports it for an RTX 4090, an L40S, an H100 and an H200.
-CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}
+# Size that is sold -> GiB that torch reports, of an RTX 4090, an L40S, an H100 and an H200.
+CARDS = {"24 GB": 23.6, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.8}
 
 
 def dry_run(flags: TrainConfig) -> None:
@@ -245,9 +245,10 @@ def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
         said = f"{needs.host_total / GIB:,.2f} GiB a GPU ({' and '.join(needs.host)})"
         rows["host memory"] = f"{said}, and {save_buffers(config, setup) / GIB:,.2f} for saves"
     for name, card in CARDS.items():
-        largest = largest_batch(config, setup, USABLE * card)
-        mitigation = advice(config, setup, batch_size, USABLE * card)
-        rows[f"  on {name}"] = f"does not fit; the cheapest mitigation is {mitigation}" if mitigation else "fits"
+        largest = largest_batch(config, setup, USABLE * card * GIB)
+        mitigation = advice(config, setup, batch_size, USABLE * card * GIB)
+        no = f"does not fit {card} GiB; the cheapest mitigation is {mitigation}"
+        rows[f"  on {name}"] = no if mitigation else f"fits {card} GiB"
         rows[f"  on {name}"] += f" (up to --batch_size {largest})" if largest else ""
     return rows
 

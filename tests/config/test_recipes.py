@@ -163,8 +163,17 @@ def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, caps
     assert "22.47 an epoch, 67 in all = 3.0 epochs, 4,288 samples" in shown
     for epochs, last in ((), "40,000"), (("--epochs", "1400"), "31,456"):  # 1,438 digits, 64 a step
         assert f" {last} in all = " in dry_run(["2", "--recipe", "digits", "--max_steps", "40000", *epochs], capsys)
+    assert re.search(r"on 80 GB +fits 79\.1 GiB \(up to --batch_size \d+\)", shown)
     shown = dry_run(["--recipe", "mock_pretrain_xl_768p", "--sequence_parallel_size", "8"], capsys)
     assert "8, plugin" in shown and "over 8 ranks" in shown  # as many GPUs as share a sequence
+
+
+def test_a_batch_larger_than_the_data_names_the_batch_that_works(capsys):
+    digits = ["1", "--recipe", "digits", "--global_batch_size"]  # a smaller --batch_size would not help
+    with pytest.raises(SystemExit):
+        dry_run([*digits, "2000"], capsys)
+    advised = re.search(r"; give --global_batch_size (\d+) or less", capsys.readouterr().err)
+    assert advised is not None and "1.00 an epoch" in dry_run([*digits, advised[1]], capsys)
 
 
 @pytest.mark.parametrize(
