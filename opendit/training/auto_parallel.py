@@ -404,7 +404,8 @@ def decide(
         words = "--grad_checkpoint" if one.candidate.grad_checkpoint else f"--recompute {one.candidate.recompute}"
         used = f"{one.memory / GIB:,.2f} of {where.capacity / GIB:,.2f} GiB by the estimate"
         speed = f"{1e3 * one.cost.total:,.0f} ms a step predicted at {origin.partition(':')[0]} speed"
-        lines = [f"--recompute auto: {words}: {used}, {speed}"]
+        other = "" if where.has_gpu or flags.hardware else "; this machine has no GPU"
+        lines = [f"--recompute auto: {words}: {used}, {speed}{other}"]
     return one.candidate.on(flags), lines
 
 
