@@ -132,19 +132,18 @@ def recomputing(ops: BlockOps, level: str, gated: Collection[Projection] = ()) -
     joined, joined_rms = ops.linear_gate_residual_layernorm_modulate, ops.linear_gate_residual_rmsnorm_modulate
     gelu_kernel = ops.kernel("linear_gelu")
 
-    def thrifty(operation: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return ``function``, which computes ``operation``, checkpointed unless a fused kernel saves only x. torch's
-        expressions would also save the normalised tensor."""
+    def saves_only_x(operation: str) -> bool:
         kernel = ops.kernel(operation)
-        if kernel is not None and kernel.keeps == ("x",):
-            return function
-        return functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        return kernel is not None and kernel.keeps == ("x",)
 
+    # for norms that are not fused: torch's expressions would also save the normalised tensor
+    checkpointed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     activation = gelu_kernel and gelu_kernel.after_product  # this activation also adds the bias
 
     # of_rows: the argument sample_of_row for a pack, else empty
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> Tensor:
-        y = thrifty("layernorm_modulate", norm)(x, shift, scale, *of_rows)
+        inputs = x, shift, scale, *of_rows
+        y = norm(*inputs) if saves_only_x("layernorm_modulate") else checkpointed(norm, *inputs)
         return _remember(y, norm, x, shift, scale, *of_rows)
 
     def residual_layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,11 +155,11 @@ def recomputing(ops: BlockOps, level: str, gated: Collection[Projection] = ()) -
         return lambda x, shift, scale, *of_rows: ops.residual_rmsnorm_modulate(x, rms, shift, scale, *of_rows)[1]
 
     def residual_rmsnorm_modulate(x, rms, shift, scale, *of_rows) -> tuple[Tensor, Tensor]:
-        make, name = rmsnorm_modulate(rms), "residual_rmsnorm_modulate"
-        if thrifty(name, make) is make:
+        make = rmsnorm_modulate(rms)
+        if saves_only_x("residual_rmsnorm_modulate"):
             x, y = ops.residual_rmsnorm_modulate(x, rms, shift, scale, *of_rows)
         else:
-            y = thrifty(name, make)(x, shift, scale, *of_rows)
+            y = checkpointed(make, x, shift, scale, *of_rows)
         return x, _remember(y, make, x, shift, scale, *of_rows)
 
     def linear(x: Tensor, layer: Projection) -> Tensor:

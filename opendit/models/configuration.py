@@ -91,8 +91,8 @@ class DiTConfig:
 
     @property
     def in_operations(self) -> bool:
-        """True if FP8 supports the block. It must have LayerNorm, GELU, and separate keys and values
-        for every query head."""
+        """True if FP8 supports the block. It must have LayerNorm, GELU, and separate keys and values for every query
+        head."""
         spec = self.block
         return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
 

@@ -611,7 +611,7 @@ def _words(flags: TrainConfig) -> str:
 
 
 # Values of --recompute in words.
-AGAIN = {
+RECOMPUTED = {
     "norms": "norms are",
     "cheap": "norms and activations are",
     "half": "norms, activations and every other MLP's first product are",
@@ -630,6 +630,6 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
         again = config.depth - setup.kept_blocks(config.depth)
         yield f"time: {again} of {config.depth} blocks are computed again in the backward pass"
     elif flags.recompute != "none":
-        yield f"time: {AGAIN[flags.recompute]} computed again in the backward pass"
+        yield f"time: {RECOMPUTED[flags.recompute]} computed again in the backward pass"
     if blocks := needs.host.get("blocks"):
         yield f"time, if the link is slow: {blocks / GIB:,.1f} GiB of blocks come from host memory, twice a step"

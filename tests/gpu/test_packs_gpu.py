@@ -85,8 +85,6 @@ def case(dtype: torch.dtype, of: str) -> tuple[DiT, DiT, Samples]:
 def test_a_model_on_packs_is_the_model_one_by_one(how, recompute, of):
     if how == "fp8" and recompute != "none":
         pytest.skip("--recompute falls back to none with --fp8")
-    if of == "z_image" and recompute != "none":
-        pytest.skip("--recompute does not know RMSNorm")
     torch.set_float32_matmul_precision("highest")
     model, exact, given = case(torch.bfloat16, of)
     on = how != "torch"

@@ -70,14 +70,16 @@ def test_kernels_give_what_torch_gives_one_by_one(config, flags):
     assert_same(given.gradients(model, found), gradients, 2e-5)
 
 
+@pytest.mark.parametrize("config", (LABELS, MIXED, JOINT[1]), ids=("labels", "mixed", "z_image"))
 @pytest.mark.parametrize("level", ("norms", "mlp"))
-@pytest.mark.parametrize("flags", (SpeedFlags(), FLAGS["all"]), ids=("torch", "kernels"))
-def test_recomputed(level, flags):
-    model, given = case(LABELS)
+@pytest.mark.parametrize("flags", (SpeedFlags(), FLAGS["modulate"], FLAGS["all"]), ids=("torch", "modulate", "kernels"))
+def test_recomputed(config, level, flags):
+    model, given = case(config)
     use(model, flags)
     wanted = given.gradients(model, given.packed(model, padding=3))
     use(model, flags, level)
-    assert_same(given.gradients(model, given.packed(model, padding=3)), wanted, 1e-6)
+    # Norms round differently (see recompute.py), and the refiners' small gradients show it.
+    assert_same(given.gradients(model, given.packed(model, padding=3)), wanted, 2e-5 if config.joint_sequence else 1e-6)
 
 
 def test_float8_has_the_error_that_it_has_without_packs():
