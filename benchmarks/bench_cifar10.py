@@ -573,11 +573,13 @@ def named_rows(asked: Sequence[str]) -> dict[str, str]:
 def run_rows(args: argparse.Namespace, argv: list[str], rows: dict[str, str]) -> bool:
     """Run all rows with all seeds, one per GPU at a time. Return True if all succeeded."""
     left = [(name, own, seed) for seed in args.seeds for name, own in rows.items()]
-    free, running, good = list(range(max(args.gpus, 1))), {}, True
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    free = visible.split(",")[: args.gpus] if visible else [str(gpu) for gpu in range(max(args.gpus, 1))]
+    running, good = {}, True
     while left or running:
         while left and free:
             (name, own, seed), gpu = left.pop(0), free.pop(0)
-            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if torch.cuda.is_available() else {})
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if torch.cuda.is_available() else {})
             output = (args.outputs / f"{name}-{seed}.txt").open("w")
             command = [sys.executable, str(Path(__file__).resolve()), *argv, f"--child={json.dumps([name, own, seed])}"]
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)

@@ -120,10 +120,10 @@ def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tup
 # ------------------------------------------------------------------------------------------------------------ product
 
 TILE_ROWS, TILE_COLUMNS, DEPTH = 128, 256, 64  # a tile of the output, and a step of the sum over C
-BAND = 8  # rows of tiles that are computed at about the same time and find x and W in the L2 cache
+BAND = 16  # rows of tiles that are computed at about the same time and find x and W in the L2 cache
 MULTIPROCESSORS = 132  # of an H100 or H200: one program each
 # The kernel saves writing and reading the thin term (M, P). Its sums over C are slower than cuBLAS's.
-LONGEST_SUM, SMALLEST_OUTPUT = 2048, 2**24
+LONGEST_SUM, SMALLEST_OUTPUT = 4096, 2**24
 
 
 @triton.jit(do_not_specialize=("rows",))
