@@ -779,10 +779,9 @@ class TrainConfig(
                 raise ValueError(f"--{flag} {getattr(self, flag)}: does not work with {what}; leave one of them out")
 
     def _check_expert_parallel(self, world_size: int) -> None:
-        size = self.expert_parallel_size
-        sharing = self.sequence_parallel_size, self.tensor_parallel_size
+        size, tensor_parallel = self.expert_parallel_size, self.tensor_parallel_size
         copies, stages = self.data_parallel_replicate, self.pipeline_parallel_size
-        check_expert_parallel_size(size, *sharing, copies, world_size, stages)
+        check_expert_parallel_size(size, tensor_parallel, copies, world_size, stages)
         if size > 1:
             self._reject("expert_parallel_size", {"--compile, which can't follow tokens to other ranks": self.compile})
 
