@@ -70,6 +70,7 @@ class Runner(ABC):
         """
 
     def train_step(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> StepResult:
+        """Make a complete step without a :class:`~opendit.training.run.Run`, for tests and benchmarks."""
         loss = self.passes(micro_batches)
         return replace(self.engine.step(), loss=self.engine.mesh.sum(loss, "pp"))
 
@@ -278,7 +279,7 @@ class Passes:
         x = with_given(prepared.x_t, micro_batch.given) if tokens is None else tokens
         shape = tuple(micro_batch.x0.shape)
         with self._engine.micro_batch(last=False):
-            times = micro_batch.told(prepared.timestep)
+            times = micro_batch.network_times(prepared.timestep)
             output = self._engine.forward(x, times, y=micro_batch.condition, chunk=action.chunk, shape=shape)
         result, root = output, output
         if self._stages.last and action.chunk == self._stages.chunks - 1:

@@ -9,7 +9,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -45,7 +45,7 @@ class StepResult:
     grad_norm: Tensor  # unscaled and before clipping
     finite: Tensor  # True if the norm was finite; otherwise the step was skipped
     loss_scale: Tensor | float = 1.0  # 1 except in fp16
-    loss: Tensor | None = None  # mean loss of the step's micro-batches on this rank, set by the runner
+    loss: Tensor | None = None  # mean loss of the step's micro-batches on this rank, only set by Runner.train_step
 
 
 @dataclass(frozen=True)
@@ -445,6 +445,16 @@ def build_engine(
     check_precision(plugin, precision)
     if offload not in OFFLOAD or (offload != "none" and plugin != "fsdp"):
         raise ValueError(f"offload {offload} with plugin {plugin}: with fsdp it is one of {', '.join(OFFLOAD)}")
-    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding(), offload, muon)
-    settings = replace(settings, streamed=streamed, eight_bits=eight_bits)
+    settings = Settings(
+        lr=lr,
+        weight_decay=weight_decay,
+        betas=betas,
+        grad_clip=grad_clip,
+        grad_accumulation=grad_accumulation,
+        sharding=sharding or Sharding(),
+        offload=offload,
+        muon=muon,
+        streamed=streamed,
+        eight_bits=eight_bits,
+    )
     return engine_of(plugin)(module, mesh, precision, settings, initial)
