@@ -157,7 +157,7 @@ def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None
 
     transformer = DiTTransformer2DModel(
         num_attention_heads=config.num_heads,
-        attention_head_dim=config.hidden_size // config.num_heads,
+        attention_head_dim=config.head_dim,
         in_channels=config.in_channels,
         out_channels=config.out_channels,
         num_layers=config.depth,

@@ -78,8 +78,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     check_installed()
     if flags.deterministic:
         make_deterministic()
-    dataset = everything = open_data(flags)
-    dataset, validation = held_out(flags, dataset)
+    everything = open_data(flags)
+    dataset, validation = held_out(flags, everything)
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
 
@@ -88,10 +88,10 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         notes.append(f"--load latest: no checkpoint of {flags.model} under {flags.outputs}, starting afresh")
     flags = _lora_of_resume(_both_of_resume(flags, resume), resume, mesh.world_size)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
-    notes = notes + of_captions
+    notes += of_captions
     plan = plan_model(flags, dataset, resume)
-    flags, notes = plan.flags, notes + plan.notes
-    config, objective, vae = plan.config, plan.objective, plan.vae
+    flags, config, objective, vae = plan.flags, plan.config, plan.objective, plan.vae
+    notes += plan.notes
     if config.given_beside and isinstance(dataset, MockDataset):
         raise ValueError(f"--data_path mock: has no first frames, which {flags.model} takes; give clips")
 
@@ -136,9 +136,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         notes += _notes_of_data(everything, validated_apart, config, getattr(conditioner, "encoder", None))
     teacher = None if flags.repa is None else _teacher(flags, config, mesh)
 
-    dtype, head_dim = PRECISIONS[flags.mixed_precision], config.hidden_size // config.num_heads
-    packs = flags.pack_tokens is not None
-    kernels = select_kernels(flags, mesh.device, dtype, head_dim, config.tokens, packs=packs)
+    dtype, packs = PRECISIONS[flags.mixed_precision], flags.pack_tokens is not None
+    kernels = select_kernels(flags, mesh.device, dtype, config.head_dim, config.tokens, packs=packs)
     kernels = agree_on_attention(kernels, stored.get("attention"), flags, config, mesh, notes)
     fused = kernels.ops.linear_gate_residual_layernorm_modulate is not None
     memory = replace(setup, fused=fused, fp8=kernels.ops.float8)
@@ -296,9 +295,8 @@ def agree_on_attention(
     if flags.deterministic and mesh.device.type == "cuda" and {"auto", "cudnn"} & {backend, stored}:
         wanted, why = "flash" if dtype in HALF else "efficient", "--deterministic"
     if (flags.enable_flashattn or flags.deterministic) and wanted not in (None, "auto", backend):
-        head_dim = config.hidden_size // config.num_heads
         try:
-            backend, _ = resolve_attention(wanted, mesh.device, dtype, head_dim, config.tokens, tiled=True)
+            backend, _ = resolve_attention(wanted, mesh.device, dtype, config.head_dim, config.tokens, tiled=True)
             note = f"{backend}: {why}"
         except ValueError as error:
             notes.append(f"attention is not {wanted} ({why}), so this run continues within rounding: {error}")
@@ -356,14 +354,14 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
     empty = empty and [part.unsqueeze(0) for part in empty]
     needed = drawn or empty is None
     if isinstance(config, PublicConfig):
-        told, published, family = embedded_guidance(config), None, family_of(config.family)
+        guidance, published, family = embedded_guidance(config), None, family_of(config.family)
         if needed and not isinstance(dataset, MockDataset):
             published = load_published_text(Path(name).expanduser(), family, dtype=torch.bfloat16, **how)
         trim = family.text.padding == "remove"
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
         encodes = width and not mock and dataset.describe().first_frames is None  # the cache may hold tokens
         pictures = PictureTokens(Path(name), width, mesh.device) if encodes else None
-        return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
+        return PublishedConditioner(config.text, mesh.device, published, guidance, empty, trim, pictures)
     # random latents (mock) come with random embeddings
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
