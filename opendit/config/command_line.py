@@ -575,8 +575,8 @@ def _add(parser: CommandLine, item: dataclasses.Field[Any]) -> None:
     elif declared["alone"] is not None:
         options = dict(nargs="?", const=declared["alone"])
     alias = f"--{declared['alias']}" if declared["alias"] else None
-    told = declared["help"], default, alias, declared["common"]
-    parser.option(f"--{item.name}", takes, *told, type=takes.convert, **options)
+    texts = declared["help"], default, alias, declared["common"]
+    parser.option(f"--{item.name}", takes, *texts, type=takes.convert, **options)
 
 
 def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:

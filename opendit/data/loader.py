@@ -236,15 +236,15 @@ def shut_down(results: Any) -> None:
 
 def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
     """Warn about slow reads, and end the reading after ``patience`` seconds. Runs in a thread."""
-    told = False
+    warned = False
     while (ahead := reads()) is not None and not closing.is_set():
         patience, asked = ahead.patience, ahead._asked
         waited = 0.0 if asked is None else time.monotonic() - asked
         if waited < patience / 2:
-            told = False
-        elif not told and (late := ahead._late(patience / 2)):
+            warned = False
+        elif not warned and (late := ahead._late(patience / 2)):
             logger.warning(f"{ahead.who}note: no data for {waited:.0f} s: {late}; the run ends at {patience:g} s")
-            told = True
+            warned = True
         if waited >= patience and (late := ahead._late(patience)):
             if ahead._workers:
                 ahead._give_up(late)

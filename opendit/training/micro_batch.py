@@ -121,7 +121,7 @@ class MicroBatch(NamedTuple):
 
     def clone(self) -> "MicroBatch":
         """Return a copy of all tensors. The copy's captions count as padded if any caption is padded."""
-        copies = {name: value.clone() for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        copies: dict[str, Any] = {n: value.clone() for n, value in self._asdict().items() if isinstance(value, Tensor)}
         if isinstance(self.condition, TextCondition):
             texts = [tensor.clone() for tensor in self.condition.tensors()]
             copies["condition"] = TextCondition(*texts, shortest=texts[0].shape[1] * self.full)

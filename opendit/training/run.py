@@ -360,8 +360,8 @@ class Run:
             return initial
         classes = self.dataset.describe().class_names
         start = adapt(model, self.initial, self.initial_config, classes, fresh=initial.whole)
-        told = [f"--pretrained: {line}" for line in start.describe()]
-        self.notes += [line for line in told if line not in self.notes]
+        lines = [f"--pretrained: {line}" for line in start.describe()]
+        self.notes += [line for line in lines if line not in self.notes]
         if self.lora is not None:
             add_lora(model, self.lora, start.untrained, seed)
             initial = InitialValues(model, seed)
