@@ -461,7 +461,7 @@ class TrainConfig(
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.optimizer != "muon":
             unused |= dict.fromkeys(("muon_momentum", "muon_precision"), "does nothing without --optimizer muon")
-        if not (self.grad_checkpoint or self.recompute == BUT_ATTENTION or self.parallel == "auto" or self.card):
+        if not (self.checkpointed or self.parallel == "auto" or self.card):
             why = f"does nothing without --recompute {BUT_ATTENTION} or --grad_checkpoint"
             unused["recompute_blocks"] = why
         if self.average is not None:
@@ -718,7 +718,7 @@ class TrainConfig(
                 "several GPUs; leave it out"
             )
         chosen_by_card = self.card is not None and not {"recompute", "grad_checkpoint"} & self.given
-        recomputed = self.grad_checkpoint or self.recompute in (BUT_ATTENTION, AUTO) or chosen_by_card
+        recomputed = self.checkpointed or self.recompute == AUTO or chosen_by_card
         if not sharded and not recomputed:
             raise ValueError(
                 f"--offload {self.offload}: only recomputed blocks can be in host memory; add "

@@ -588,7 +588,7 @@ def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batc
     """Return the smallest number of recomputed blocks with which a step fits; all blocks if flags fix the number."""
     depth = config.depth
     chosen = {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given or setup.pipeline_parallel > 1
-    if not setup.recomputes_blocks or chosen:
+    if not setup.checkpointed or chosen:
         return depth
 
     def fits(count: int) -> bool:
@@ -626,7 +626,7 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"
-    if setup.recomputes_blocks:
+    if setup.checkpointed:
         again = config.depth - setup.kept_blocks(config.depth)
         yield f"time: {again} of {config.depth} blocks are computed again in the backward pass"
     elif flags.recompute != "none":

@@ -20,7 +20,7 @@ from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a
 from opendit.common.safe_files import WriteFailures, remove, write_whole
 from opendit.common.utils import collection_paused
 from opendit.config.flags import to_dict
-from opendit.config.names import BUT_ATTENTION, PLUGINS
+from opendit.config.names import PLUGINS
 from opendit.data import BatchIterator, build_loader
 from opendit.kernels.base_precision import store_base
 from opendit.kernels.fp8 import keep_weights
@@ -106,8 +106,7 @@ def build_model_and_engine(run: Run) -> Engine:
         muon=muon,
         eight_bits=flags.optimizer == "adamw8bit",
     )
-    recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
-    if run.lora is not None and not cut and not recomputed and run.kernels.ops.float8:
+    if run.lora is not None and not cut and not flags.checkpointed and run.kernels.ops.float8:
         keep_weights(model)  # costs no memory: the backward pass also needs all casts
     return engine
 

@@ -138,12 +138,12 @@ class Setup:
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
-    def recomputes_blocks(self) -> bool:
+    def checkpointed(self) -> bool:
         """True if blocks are recomputed, perhaps except their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
-        if not self.recomputes_blocks:
+        if not self.checkpointed:
             return depth
         return 0 if self.recompute_blocks is None else max(0, depth - self.recompute_blocks)
 
@@ -157,7 +157,7 @@ class Setup:
     @property
     def execution(self) -> Execution:
         """Settings for the memory terms of an architecture's plan."""
-        level = "none" if self.recomputes_blocks else self.recompute
+        level = "none" if self.checkpointed else self.recompute
         return Execution(self.fused, self.autocast, self.fp8, level, self.sequence_parallel)
 
 
@@ -384,7 +384,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
-    kept = size * own * (1 if setup.recomputes_blocks else config.depth)
+    kept = size * own * (1 if setup.checkpointed else config.depth)
     trained_block = (block + own) * trained / (trained + frozen)
     if setup.accumulate and setup.keep_gradients:  # gradients are reduced after the last micro-batch
         before = after = reduced * trained + size * trained_block
@@ -557,7 +557,7 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     if fits():
         return None
     if setup.plugin != "gemini" and not setup.grad_checkpoint:
-        parts = ("norms", "cheap", "half", "mlp") if config.recompute and not setup.fp8 else ()
+        parts = ("norms", "cheap", "half", "mlp") if config.recomputable and not setup.fp8 else ()
         for level in (*parts, BUT_ATTENTION):
             if not setup.compiled and fits(recompute=level):
                 return f"--recompute {level}"

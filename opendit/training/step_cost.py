@@ -202,7 +202,7 @@ class _Step:
         elementwise = self.depth * units * self.unit / self.sharing / self.hardware.memory
         again, share = AGAIN.get(setup.recompute, (0, 0))
         recomputed = self.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
-        if setup.recomputes_blocks:
+        if setup.checkpointed:
             share = 1 - setup.kept_blocks(config.depth) / config.depth
             # LoRA does not repeat the last product, unless a gate or a norm after the branch needs it.
             skips = setup.lora is not None and not trains_modulation(config, setup.lora) and not config.block.norm_after
@@ -222,7 +222,7 @@ class _Step:
         if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
             # Every pass reads stored weights and writes weights in the working precision.
             numbers, stored, _ = stored_weights(config, setup)
-            passes = 3 if setup.recomputes_blocks else 2
+            passes = 3 if setup.checkpointed else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
         # Both passes copy blocks in one direction of the link. Gradients use the opposite direction.
         travel = of_streamed(config, setup)[0] / (self.hardware.host_link / 2)
@@ -323,7 +323,7 @@ class _Step:
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         # recomputation repeats the forward pass's communication
-        times = self.depth * (4 / 3 if setup.recomputes_blocks else 1)
+        times = self.depth * (4 / 3 if setup.checkpointed else 1)
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
@@ -339,7 +339,7 @@ class _Step:
         one = Traffic(received, seconds, seconds)
         hidden = hardware.overlap if inside else hardware.node_overlap
         there, back = beside((one, hidden), math.inf), one
-        return (there + back) * ((2 + self.setup.recomputes_blocks) * config.depth)
+        return (there + back) * ((2 + self.setup.checkpointed) * config.depth)
 
     def tensor(self) -> Traffic:
         """Return the traffic of tensor parallelism: gathers and sums of tokens (docs/parallelism.md)."""
@@ -349,7 +349,7 @@ class _Step:
         pairs = 1 + sum(keys is not None for _, _, keys in _terms(config))
         tokens = self.unit / self.setup.sequence_parallel
         one = gather(tokens, span(ranks, 1, self.node), self.hardware)
-        alone = GATHERS_OF_A_PAIR - 1 + 2 * self.setup.recomputes_blocks
+        alone = GATHERS_OF_A_PAIR - 1 + 2 * self.setup.checkpointed
         return (one[0] * alone + beside(one, math.inf)) * (config.depth * pairs)
 
 
