@@ -130,12 +130,17 @@ class Setup:
     @property
     def hosted(self) -> bool:
         """True if host memory holds a rank's shards of blocks instead of complete blocks (opendit/parallel/fsdp.py)."""
-        return self.streamed > 0 and self.plugin == "fsdp" and self.alike > 1
+        return self.streamed > 0 and self.plugin == "fsdp" and self.loss_ranks > 1
 
     @property
-    def alike(self) -> int:
-        """Number of ranks that hold equal slices of every layer, and divide a slice's state."""
+    def loss_ranks(self) -> int:
+        """Number of ranks that hold equal slices of every layer: the size of the mesh's group "loss"."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
+    def state_ranks(self) -> int:
+        """Number of ranks that divide a slice's state."""
+        return self.loss_ranks // (self.replicate if self.plugin == "fsdp" else 1)
 
     @property
     def checkpointed(self) -> bool:
@@ -221,7 +226,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
 
 def _estimate_whole(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of ddp, zero2 and gemini."""
-    size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
+    size, ranks, (model, _) = BYTES[setup.precision], setup.loss_ranks, held_counts(config, setup)
     trained = trained_count(config, setup)
     parameters = model + (0 if setup.lora is None else trained)
     fp32 = 4 * trained
@@ -278,7 +283,7 @@ def muon_flops(config: DiTConfig) -> int:
 
 
 def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    ranks, size = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1), BYTES[cast(str, setup.muon)]
+    ranks, size = setup.state_ranks, BYTES[cast(str, setup.muon)]
     matrices = matrix_count(config)
     copies = 1 if setup.plugin == "ddp" else ranks
     moments = needs.states["moments"] - 4 * matrices / copies
@@ -302,7 +307,7 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
     """Change an estimate to 8-bit moments, plus an fp32 buffer in which a few tensors' moments are decoded."""
     weights = needs.states["moments"] / 8
     shapes = model_shapes(config)[0].values() if setup.lora is None else ()
-    copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
+    copies = 1 if setup.plugin == "ddp" else setup.state_ranks
     largest = max(map(math.prod, shapes), default=0) / copies
     decoded = 8 * min(weights, DECODED + largest)
     states = needs.states | {"moments": 2 * (1 + 4 / UNIT) * weights}
@@ -360,7 +365,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     The backward pass begins with the last block and ends with the first. A public model's blocks may differ, so each
     end counts its own block: FLUX.1's first block has 2.4 times the weights of its last.
     """
-    size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
+    size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.state_ranks
     model, block = held_counts(config, setup)
     trained = trained_count(config, setup)
     frozen = 0 if setup.lora is None else model
@@ -371,7 +376,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     gradients = share - (of_streamed(config, setup)[0] if setup.hosted and setup.lora is None else 0)
     activations = others + at_the_start
     states = {"moments": 2 * share, "averages": setup.averages * share}
-    if setup.alike == 1:  # not sharded: weights in the forward pass's precision, and fp32 masters
+    if setup.loss_ranks == 1:  # not sharded: weights in the forward pass's precision, and fp32 masters
         states["weights"] = size * (trained + frozen) - saved(config, setup)
         states["masters"] = 0 if setup.precision == "fp32" else share
         last_block = max(0, last_block - size * trained * block / model)  # the first block's gradients do not exist yet
@@ -441,14 +446,13 @@ def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
     size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
     sizes = _block_bytes(config, setup.base_precision, size)
     host, ring = blocks_of(sizes, setup.streamed, None if setup.hosted else setup.recompute_blocks)
-    ranks = setup.alike // setup.replicate
     # fsdp needs no ring: a shard's copy on the device is freed before the block computes
-    return (host / ranks, 0) if setup.hosted else (host, ring)
+    return (host / setup.state_ranks, 0) if setup.hosted else (host, ring)
 
 
 def _host_gradients(config: DiTConfig, setup: Setup) -> float:
     """Return the host bytes for offloaded blocks' gradients. torch rounds page-locked tensors up to powers of 2."""
-    ranks, numbers = setup.alike // setup.replicate, spread_numbers(config.depth, setup.streamed)
+    ranks, numbers = setup.state_ranks, spread_numbers(config.depth, setup.streamed)
     prefixes = tuple(f"blocks.{number}." for number in numbers)
     shapes = (shape for name, shape in model_shapes(config)[0].items() if name.startswith(prefixes))
     return sum(next_power_of_2(4 * -(-shape[0] // ranks) * math.prod(shape[1:])) for shape in shapes)
@@ -565,7 +569,7 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
         return "--grad_checkpoint"
     if setup.plugin == "fsdp" and not setup.streamed:
         sharing = setup.sequence_parallel * setup.tensor_parallel * setup.expert_parallel * setup.pipeline_parallel
-        more = (BLOCKS,) if setup.alike > sharing == 1 else ()
+        more = (BLOCKS,) if setup.loss_ranks > sharing == 1 else ()
         ways = ("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))
         for offloads in (("average", "state"), more):
             for (flags, changes), offload in itertools.product(ways, offloads):
@@ -579,8 +583,8 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
         return "--optimizer adamw8bit"
 
     def shared(world: int) -> str | None:
-        alike = world // (setup.tensor_parallel * setup.pipeline_parallel)
-        sizes = [size for size in range(setup.sequence_parallel + 1, alike + 1) if alike % size == 0]
+        ranks = replace(setup, world=world).loss_ranks
+        sizes = [size for size in range(setup.sequence_parallel + 1, ranks + 1) if ranks % size == 0]
         for flag, changes in (("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))):
             for size in sizes:
                 if fits(world=world, sequence_parallel=size, **changes):
@@ -624,7 +628,7 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
     text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs, 0 if capacity is None else LIBRARIES)}"
-    if setup.plugin == "fsdp" and setup.alike > 1:
+    if setup.plugin == "fsdp" and setup.loss_ranks > 1:
         text += f" (--reshard {settled.reshard})"
     if setup.recompute != "none":
         text += f" (--recompute {setup.recompute})"

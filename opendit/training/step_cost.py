@@ -208,7 +208,7 @@ class _Step:
             skips = setup.lora is not None and not trains_modulation(config, setup.lora) and not config.block.norm_after
             products = forward - config.depth * second * skips
             recomputed = share * (products + there * setup.grad_checkpoint + 0.4 * elementwise)
-        if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied in memory
+        if setup.plugin == "fsdp" and setup.loss_ranks > 1:  # gathered weights and gradients are copied in memory
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
@@ -233,7 +233,7 @@ class _Step:
     def update(self) -> float:
         """Return the seconds to update this rank's shard of the optimizer's state and averages."""
         setup = self.setup
-        ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
+        ranks = setup.state_ranks
         trained = trained_count(self.config, setup)
         share = trained / (1 if setup.plugin == "ddp" else ranks)
         averaged = AVERAGE * setup.averages * trained / ranks
@@ -253,23 +253,23 @@ class _Step:
         """Yield (kind, traffic) for weights and gradients between ranks that hold equal slices of every layer. work:
         seconds of a micro-batch's computation. Transfers can overlap with this time."""
         setup, stride = self.setup, self.setup.tensor_parallel
-        alike = span(setup.alike, stride, self.node)
+        group = span(setup.loss_ranks, stride, self.node)
         trained = trained_count(self.config, setup)
         share, depth = trained / self.parameters, self.config.depth
         forward, backward = work / 3, work * 2 / 3  # rough split of the computation
         if setup.plugin == "ddp":
-            reduced = beside(gather(4 * trained, alike, self.hardware), backward)
+            reduced = beside(gather(4 * trained, group, self.hardware), backward)
             yield "gradients", reduced * 2  # a reduce-scatter and an all-gather
             return
         if setup.plugin in ("zero2", "gemini"):
-            reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
+            reduced = beside(gather(self.size * trained, group, self.hardware), backward)
             yield "gradients", reduced * micro_batches
-            weights = gather(self.size * trained, alike, self.hardware)[0]
+            weights = gather(self.size * trained, group, self.hardware)[0]
             if setup.plugin == "gemini":  # both passes gather all weights, without overlap
-                weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
+                weights = gather(self.size * self.parameters, group, self.hardware)[0] * (2 * micro_batches)
             yield "weights", weights
             return
-        shards = span(setup.alike // setup.replicate, stride, self.node)
+        shards = span(setup.state_ranks, stride, self.node)
         divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
         experts = expert_parameters(self.config) if divided else 0  # gathered separately
         block_parameters = self.block_parameters - experts
