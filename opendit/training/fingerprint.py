@@ -165,7 +165,7 @@ def _encoders(run: Run) -> dict[str, str | None]:
     about = run.dataset.describe()
     if about.kind == "pixels":
         vae = "none" if run.vae == "none" else _network(vae_folder(run.vae))
-    if getattr(run.conditioner, "encoder", None) is not None and about.text_encoder is None:
+    if run.conditioner.encoder is not None and about.text_encoder is None:
         name = cast(str, run.flags.text_encoder)
         if family_in(run.flags.model):
             found = Path(name).expanduser().iterdir()

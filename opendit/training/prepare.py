@@ -133,7 +133,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
         conditioner.encoder = None  # frees memory for the model
     if mesh.is_main:
-        notes += _notes_of_data(everything, validated_apart, config, getattr(conditioner, "encoder", None))
+        notes += _notes_of_data(everything, validated_apart, config, conditioner.encoder)
     teacher = None if flags.repa is None else _teacher(flags, config, mesh)
 
     dtype, packs = PRECISIONS[flags.mixed_precision], flags.pack_tokens is not None

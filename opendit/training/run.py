@@ -371,6 +371,7 @@ class Run:
 
     def info(self) -> dict[str, Any]:
         """Return the metadata of this run's weights files."""
+        discrete = isinstance(self.objective, FlowObjective) and self.objective.discrete_times
         return {
             "model": self.flags.model,
             "config": self.model_config.to_dict(),
@@ -379,7 +380,7 @@ class Run:
             "captions": example_captions(self.dataset),
             "vae": _path_or_name(self.vae),
             "text_encoder": _path_or_name(self.flags.text_encoder),
-            **({"sampler": "unipc"} if getattr(self.objective, "discrete_times", False) else {}),
+            **({"sampler": "unipc"} if discrete else {}),
             "image_size": self.flags.image_size,
             "frame_interval": self.flags.frame_interval,
             **({"fps": self.flags.fps} if self.flags.fps is not None else {}),
