@@ -594,7 +594,7 @@ def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batc
     def fits(count: int) -> bool:
         return where.memory(estimate(config, replace(setup, recompute_blocks=count), batch)) <= where.capacity
 
-    fewest = max(1, min(depth, setup.streamed))  # streamed blocks are recomputed
+    fewest = max(1, min(depth, setup.streamed_blocks))  # streamed blocks are recomputed
     return fewest + bisect.bisect_left(range(fewest, depth), True, key=fits)
 
 

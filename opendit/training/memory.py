@@ -115,22 +115,22 @@ class Setup:
     def gathers_float8(self) -> bool:
         """True if the ranks store and gather the weights of float8 products in float8."""
         asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8 and self.base_precision == "bf16"
-        return asked and self.world > 1 and not self.compiled and not self.streamed
+        return asked and self.world > 1 and not self.compiled and not self.streamed_blocks
 
     @property
-    def offloaded(self) -> str:
+    def offloaded_state(self) -> str:
         """Kind of state that --offload keeps in host memory, one of ``OFFLOAD``."""
         return parse_offload(self.offload, self.lora is not None)[0]
 
     @property
-    def streamed(self) -> int:
+    def streamed_blocks(self) -> int:
         """Number of blocks in host memory. For all blocks, it may exceed the model's depth."""
         return parse_offload(self.offload, self.lora is not None)[1]
 
     @property
     def hosted(self) -> bool:
         """True if host memory holds a rank's shards of blocks instead of complete blocks (opendit/parallel/fsdp.py)."""
-        return self.streamed > 0 and self.plugin == "fsdp" and self.loss_ranks > 1
+        return self.streamed_blocks > 0 and self.plugin == "fsdp" and self.loss_ranks > 1
 
     @property
     def loss_ranks(self) -> int:
@@ -299,7 +299,9 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
 
 def in_eight_bits(setup: Setup) -> Setup:
     """Return the setup with AdamW's moments in 8 bits, or unchanged if the settings do not allow them."""
-    possible = setup.plugin != "gemini" and setup.muon is None and setup.offloaded != "state" and setup.lora is None
+    possible = (
+        setup.plugin != "gemini" and setup.muon is None and setup.offloaded_state != "state" and setup.lora is None
+    )
     return replace(setup, eight_bits=True) if possible else setup
 
 
@@ -441,18 +443,18 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
 
 def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
     """Return a rank's bytes of offloaded blocks in host memory, and the bytes of its ring buffer on the device."""
-    if not setup.streamed:
+    if not setup.streamed_blocks:
         return 0, 0
     size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
     sizes = _block_bytes(config, setup.base_precision, size)
-    host, ring = blocks_of(sizes, setup.streamed, None if setup.hosted else setup.recompute_blocks)
+    host, ring = blocks_of(sizes, setup.streamed_blocks, None if setup.hosted else setup.recompute_blocks)
     # fsdp needs no ring: a shard's copy on the device is freed before the block computes
     return (host / setup.state_ranks, 0) if setup.hosted else (host, ring)
 
 
 def _host_gradients(config: DiTConfig, setup: Setup) -> float:
     """Return the host bytes for offloaded blocks' gradients. torch rounds page-locked tensors up to powers of 2."""
-    ranks, numbers = setup.state_ranks, spread_numbers(config.depth, setup.streamed)
+    ranks, numbers = setup.state_ranks, spread_numbers(config.depth, setup.streamed_blocks)
     prefixes = tuple(f"blocks.{number}." for number in numbers)
     shapes = (shape for name, shape in model_shapes(config)[0].items() if name.startswith(prefixes))
     return sum(next_power_of_2(4 * -(-shape[0] // ranks) * math.prod(shape[1:])) for shape in shapes)
@@ -471,7 +473,7 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
 
 
 def _offloaded(needs: Estimate, setup: Setup) -> Estimate:
-    host = {name: size for name, size in needs.states.items() if name in OFFLOADED[setup.offloaded]}
+    host = {name: size for name, size in needs.states.items() if name in OFFLOADED[setup.offloaded_state]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
     return replace(needs, states=states, host=host)
@@ -567,7 +569,7 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
                 return f"--recompute {level}"
     if fits(grad_checkpoint=True, recompute="none"):
         return "--grad_checkpoint"
-    if setup.plugin == "fsdp" and not setup.streamed:
+    if setup.plugin == "fsdp" and not setup.streamed_blocks:
         sharing = setup.sequence_parallel * setup.tensor_parallel * setup.expert_parallel * setup.pipeline_parallel
         more = (BLOCKS,) if setup.loss_ranks > sharing == 1 else ()
         ways = ("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))
@@ -721,7 +723,7 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
     if not state or needed <= USABLE_OF_A_HOST * there:
         return
     less = ["state", "average", "none"] if setup.plugin == "fsdp" else ["none"]
-    if setup.streamed:
+    if setup.streamed_blocks:
         room = USABLE_OF_A_HOST * there / ranks - buffers
         every = [f"{BLOCKS}:{count}" for count in range(1, config.depth + 1)]
         less = [*[other for other in every if host(other) <= room][-1:], *less]

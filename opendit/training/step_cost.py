@@ -242,8 +242,8 @@ class _Step:
         if setup.muon is not None:
             seconds += muon_flops(self.config) / ranks / self.hardware.matmul
         # Moments are read and written. Averages change in place while other work runs, so they count less.
-        if setup.offloaded != "none":
-            moved = 16 * share if setup.offloaded == "state" else 0
+        if setup.offloaded_state != "none":
+            moved = 16 * share if setup.offloaded_state == "state" else 0
             if setup.hosted and setup.lora is None:  # masters are read and written; gradients are read twice
                 moved += 4 * of_streamed(self.config, setup)[0]
             seconds += (moved + 0.3 * averaged) / self.hardware.host_link
