@@ -42,7 +42,7 @@ from opendit.training.micro_batch import Packing, SampleInputs
 from opendit.training.monitor import LOGGERS, Monitor, Pace, StepLog
 from opendit.training.profiling import StepProfiler
 from opendit.training.run import Batches, PeriodicWork, Run, TrainedNetwork
-from opendit.training.runners import EagerPasses, build_runner
+from opendit.training.runners import MicroBatchPasses, build_runner
 from opendit.training.summary import announce, announce_memory, summarise
 from opendit.training.validation import Validation
 
@@ -229,7 +229,7 @@ class Evaluation(Protocol):
 
 
 def build_network(
-    run: Run, make_inputs: Callable[..., SampleInputs], make_passes: Callable[..., EagerPasses], pace: Pace
+    run: Run, make_inputs: Callable[..., SampleInputs], make_passes: Callable[..., MicroBatchPasses], pace: Pace
 ) -> TrainedNetwork:
     """Build a network and the objects that train it. A resumed run loads its checkpoint."""
     flags, mesh, config = run.flags, run.mesh, run.model_config
@@ -305,7 +305,7 @@ def build(
     run: Run,
     supervisor: Supervisor,
     make_inputs: Callable[..., SampleInputs],
-    make_passes: Callable[..., EagerPasses],
+    make_passes: Callable[..., MicroBatchPasses],
     evaluation: Evaluation | None = None,
 ) -> Iterator[None]:
     """Build a prepared run and print its summary. On exit, close the run, even after an error.

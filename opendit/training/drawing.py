@@ -70,7 +70,7 @@ class EMASampler:
         model = model.place(mesh.device, engine.dtype)
         for name, parameter in model.named_parameters():
             if frozen is not None and name not in engine.shapes:  # frozen weights have no averages
-                values = frozen(name, engine.parts.local(name))
+                values = frozen(name, engine.tensor_layout.local(name))
                 if name in stored:
                     stored[name].store(parameter.data, values, lambda largest: largest)
                 else:
