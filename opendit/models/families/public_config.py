@@ -294,7 +294,7 @@ def _modulation(name: str, number: int, low_rank: bool) -> dict[str, Rule]:
 def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
     heads, shared, found = spec.heads, spec.kv_heads or spec.heads, {}
     for branch in ("attn", "cross_attn"):
-        of_heads: Rule = Heads((heads,)) if spec.options.qk_across else Replicated(partial_gradient=True)
+        of_heads: Rule = Heads((heads,)) if spec.options.qk_across else Replicated()
         found |= {f"{name}.{branch}.{part}_norm.weight": of_heads for part in "qk"}
         found |= linear(f"{name}.{branch}.proj", Row(heads))
     found |= linear(f"{name}.attn.qkv", Heads((heads, shared, shared)))
