@@ -350,7 +350,6 @@ class Batch:
     micro: int  # number of the micro-batch in the step
     epoch: int
     segments_in_step: int = 0  # samples in the step, over all ranks and micro-batches
-    weights: Tensor | None = None  # (B,) float32 loss weights; None means 1
     skipped: tuple[str, ...] = ()  # "path: reason" for every replaced unreadable file
     shortened: int = 0  # clips with a smaller frame interval than requested
     bytes_read: int = 0
