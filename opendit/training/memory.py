@@ -352,11 +352,6 @@ def trained_count(config: DiTConfig, setup: Setup) -> int:
     return lora_parameters(config, setup.lora, setup.tensor_parallel)
 
 
-# Number of gathered blocks if fsdp frees each block after use: the current block, and blocks gathered ahead. The
-# current block's communication buffer is freed before the block computes.
-GATHERED = 1 + PREFETCHED
-
-
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of FSDP2.
 
