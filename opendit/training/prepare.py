@@ -31,6 +31,7 @@ from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.encoders.vision import CachedTeacher, PictureTokens, VisionTeacher
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
+from opendit.models.conditioning import Condition
 from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
 from opendit.models.finetuning import A, Lora, lora_layers
@@ -123,15 +124,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         notes.append(saved_by_adaln_lora(config))
 
     codec = _codec(flags, dataset, vae, mesh, notes)
-    # A public model's text encoders may be larger than the model, so sample grids use cached embeddings.
-    drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
-    conditioner = _conditioner(flags, config, dataset, mesh, drawn or bool(flags.sample_prompts))
-    prompts = None
-    if flags.sample_prompts and isinstance(conditioner, CaptionConditioner):
-        captions = read_prompts(flags.sample_prompts, "--sample_prompts")
-        prompts = captions, conditioner.encode(captions)
-    if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
-        conditioner.encoder = None  # frees memory for the model
+    conditioner, prompts = _conditioning(flags, config, dataset, mesh, codec is not None)
     if mesh.is_main:
         notes += _notes_of_data(everything, validated_apart, config, conditioner.encoder)
     teacher = None if flags.repa is None else _teacher(flags, config, mesh)
@@ -342,6 +335,22 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
         for flag, name in named.items()
         if name is not None and name not in KNOWN and flag not in flags.given
     ]
+
+
+def _conditioning(
+    flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, decodes: bool
+) -> tuple[Conditioner, tuple[list[str], Condition] | None]:
+    """Return the conditioner, and the captions of --sample_prompts with their conditions. decodes: True if a VAE is
+    loaded."""
+    # A public model's text encoders may be larger than the model, so sample grids use cached embeddings.
+    drawn = flags.evaluate_every > 0 if family_in(flags.model) else decodes
+    conditioner, prompts = _conditioner(flags, config, dataset, mesh, drawn or bool(flags.sample_prompts)), None
+    if flags.sample_prompts and isinstance(conditioner, CaptionConditioner):
+        captions = read_prompts(flags.sample_prompts, "--sample_prompts")
+        prompts = captions, conditioner.encode(captions)
+    if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
+        conditioner.encoder = None  # frees memory for the model
+    return conditioner, prompts
 
 
 def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool) -> Conditioner:
