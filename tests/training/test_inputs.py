@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from opendit.data import Batch
-from opendit.data.base import Small
+from opendit.data.base import Small, to_pixels
 from opendit.diffusion.objectives import OBJECTIVES
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import LabelConditioner
@@ -77,6 +77,14 @@ def test_a_sample_is_the_same_in_whichever_micro_batch_it_is(objective):
         torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-6, atol=1e-6)
     later = make.of(Batch(**{**vars(batch()), "step": STEP + 1}))
     assert not torch.equal(later.noise, whole.noise) and not torch.equal(later.t, whole.t)
+
+
+def test_pixels_are_converted_once(monkeypatch):
+    """Only --repa needs the pixels beside the latents."""
+    converted = []
+    monkeypatch.setattr("opendit.data.base.to_pixels", lambda x: converted.append(x) or to_pixels(x))
+    inputs().of(batch())
+    assert len(converted) == 1
 
 
 class Pixels(Codec):
