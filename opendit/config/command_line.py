@@ -97,7 +97,7 @@ _NONE_HERE = {
     "num_gpus gpus num_devices nproc_per_node num_processes": "torchrun --nproc_per_node starts a process a GPU",
 }
 _NAMES = {theirs: ours.split() for ours, several in _OURS.items() for theirs in several.split()}
-_SENTENCES = {theirs: said for several, said in _NONE_HERE.items() for theirs in several.split()}
+_SENTENCES = {theirs: sentence for several, sentence in _NONE_HERE.items() for theirs in several.split()}
 
 
 def counterpart(name: str, flags: Collection[str]) -> str | None:

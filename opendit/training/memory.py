@@ -619,14 +619,14 @@ def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
 
 def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
     """Return the line on memory that train.py prints. capacity: bytes of the GPU; None on a CPU."""
-    settled = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
-    needs = estimate(config, settled, batch)
+    resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
+    needs = estimate(config, resolved, batch)
     if capacity is None:  # no ring buffer on a CPU
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
     text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs, 0 if capacity is None else LIBRARIES)}"
     if setup.plugin == "fsdp" and setup.loss_ranks > 1:
-        text += f" (--reshard {settled.reshard})"
+        text += f" (--reshard {resolved.reshard})"
     if setup.recompute != "none":
         text += f" (--recompute {setup.recompute})"
     if setup.recompute_blocks is not None:

@@ -197,19 +197,19 @@ class MemoryPressure:
     LINES = 2  # single retries are normal, in the first steps or when a sample grid is drawn
 
     def __init__(self, retries: Callable[[], int] = allocation_retries):
-        self._retries, self._before, self._lines, self._said = retries, None, 0, False
+        self._retries, self._before, self._lines, self._noted = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
         """Return a note, once, if memory is nearly full. Call this for each line of the log. steps: number of steps
         since the last line."""
         now, before = self._retries(), self._before
         self._before = now
-        if self._said or before is None:
+        if self._noted or before is None:
             return None
         self._lines = self._lines + 1 if now > before else 0
         if self._lines < self.LINES:
             return None
-        self._said = True
+        self._noted = True
         return (
             f"note: the GPU's memory is nearly full: in the last {steps} steps torch had to free memory kept for "
             f"reuse {now - before} times, and training waited for it; a smaller --batch_size, --recompute cheap or, "
