@@ -349,7 +349,7 @@ class Batch:
     step: int
     micro: int  # number of the micro-batch in the step
     epoch: int
-    segments_in_step: int = 0  # samples in the step, over all ranks and micro-batches
+    samples_in_step: int = 0  # over all ranks and micro-batches
     skipped: tuple[str, ...] = ()  # "path: reason" for every replaced unreadable file
     shortened: int = 0  # clips with a smaller frame interval than requested
     bytes_read: int = 0
@@ -382,7 +382,7 @@ class _Request:
     step: int
     micro: int
     epoch: int
-    samples: int = 0  # number of samples in the step
+    samples_in_step: int = 0  # over all ranks and micro-batches
     packed: bool = False  # True if the samples have various sizes and form one sequence
 
 
@@ -445,7 +445,7 @@ class _BatchReader(Dataset[Any]):
             step=request.step,
             micro=request.micro,
             epoch=request.epoch,
-            segments_in_step=request.samples,
+            samples_in_step=request.samples_in_step,
             skipped=tuple(file for item in items for file in item.skipped),
             shortened=sum(item.shortened for item in items),
             bytes_read=sum(item.bytes_read for item in items),

@@ -301,7 +301,7 @@ class Packing:
             given.append(inputs.given(x0[-1], batch.step, index[part]))
         segments = self.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
         segments, kept, dropped = self.route(segments, inputs, batch.step, index)
-        shares = self.shares(len(index), batch.segments_in_step)
+        shares = self.shares(len(index), batch.samples_in_step)
         return PackedMicroBatch(
             self.patches(x0),
             inputs.objective.times(inputs.seed, batch.step, index, segments.lengths),
@@ -343,10 +343,10 @@ class Packing:
         left = self.tokens - sum(map(len, found))
         return torch.cat([*found, found[0].new_zeros(left, *found[0].shape[1:])])
 
-    def shares(self, samples: int, segments_in_step: int) -> Tensor:
+    def shares(self, samples: int, samples_in_step: int) -> Tensor:
         """Return each segment's weight in the micro-batch's loss, (S,) float32. With these weights, the mean over ranks
         and micro-batches is the mean over the step's samples, even if micro-batches differ in size."""
-        return torch.full((samples,), self.micro_batches / segments_in_step)
+        return torch.full((samples,), self.micro_batches / samples_in_step)
 
 
 def same_size(samples: Sequence[Tensor]) -> list[slice]:

@@ -396,7 +396,7 @@ class Run:
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
         # count a step's samples once
-        samples = batch.segments_in_step if batch.micro == 0 else 0
+        samples = batch.samples_in_step if batch.micro == 0 else 0
         self.monitor.count(samples, self.flops.of(micro_batch))
 
     def due(self, stopping: bool) -> Due:

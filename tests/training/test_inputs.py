@@ -114,8 +114,8 @@ def test_clips_left_small_by_the_loader_are_enlarged(packed):
     packing = Packing((1, 2, 2), 200, 1) if packed else None
     make = Inputs(latents, OBJECTIVES["flow"](), LabelConditioner(CLASSES, cpu), cpu, SEED, 0.0, packing)
     x, wanted = (tuple(left), tuple(early)) if packed else (torch.stack(left), torch.stack(early))
-    there = Batch(x, index, index, STEP, 0, epoch=0, segments_in_step=5, small=small)
-    whole = Batch(wanted, index, index, STEP, 0, epoch=0, segments_in_step=5)
+    there = Batch(x, index, index, STEP, 0, epoch=0, samples_in_step=5, small=small)
+    whole = Batch(wanted, index, index, STEP, 0, epoch=0, samples_in_step=5)
     for _ in range(2):  # the batch must not change, because a batch that ended a run is tried again
         found = make.of(there)
         assert torch.equal(found.x0, make.of(whole).x0) and found.x0.std() > 0.1

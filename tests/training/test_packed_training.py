@@ -46,7 +46,7 @@ def batch(step: int, pack: int, sizes=SIZES) -> Batch:
     first, generator = sum(map(len, sizes[:pack])), torch.Generator().manual_seed(100 * step + pack)
     x = tuple(torch.randn(6, *size, generator=generator).abs() for size in sizes[pack])
     index = torch.arange(first, first + len(x))
-    return Batch(x, (index + step) % CLASSES, index, step, pack, epoch=0, segments_in_step=sum(map(len, sizes)))
+    return Batch(x, (index + step) % CLASSES, index, step, pack, epoch=0, samples_in_step=sum(map(len, sizes)))
 
 
 def losses_of(batch: MicroBatch | PackedMicroBatch, objective: Objective, model) -> Tensor:
