@@ -29,8 +29,8 @@ from opendit.models.conditioning import (
 class Conditioner(ABC):
     """Base class of objects that convert one kind of input to conditions, on one device."""
 
-    encoder: TextEncoder | None = None  # frozen text encoder, if captions are encoded here
-    pictures: PictureTokens | None = None  # encoder of first frames, for models that attend to their tokens
+    encoder: Any = None  # a TextEncoder or PublishedText, if captions are encoded here
+    pictures: Any = None  # PictureTokens, if the model attends to tokens of first frames
 
     def __init__(self, device: torch.device):
         self.device = device
