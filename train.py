@@ -124,11 +124,13 @@ class Inputs:
         condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
         if self.beside:
             condition, given = condition_on_first_frames(condition, batch, x, self.latents, self.conditioner)
-        features = to_pixels(x) if batch.features is None else batch.features.to(self.device, non_blocking=True)
-        alignment = self.teacher and self.teacher.alignment(features)
-        more = *draw_route(self.route, tokens, self.seed, batch.step, index), alignment, self.uncertain
-        noise = self.noise(x0, batch.step, index)
-        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, *more)
+        alignment = None
+        if self.teacher is not None:
+            features = to_pixels(x) if batch.features is None else batch.features.to(self.device, non_blocking=True)
+            alignment = self.teacher.alignment(features)
+        kept, dropped = draw_route(self.route, tokens, self.seed, batch.step, index)
+        noise, more = self.noise(x0, batch.step, index), dict(alignment=alignment, uncertain=self.uncertain)
+        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, kept=kept, dropped=dropped, **more)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
         """Return the samples x as latents, (B, C, ...) fp32. All samples have one shape."""

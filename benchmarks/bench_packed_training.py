@@ -105,7 +105,7 @@ class Samples:
         x0, noise = zip(*parts, strict=True)
         t = self.objective.times(SEED, step, torch.arange(len(lengths), device=self.device))
         segments = self.packing.segments(tuple(x.shape[2:]) for x in x0 for _ in x)
-        shares = self.packing.shares(None, len(lengths), len(lengths)).to(self.device)
+        shares = self.packing.shares(len(lengths), len(lengths)).to(self.device)
         found = self.packing.patches(x0), t, self.packing.patches(noise)
         return PackedMicroBatch(*found, self.condition(len(lengths)), segments, shares)
 

@@ -138,7 +138,7 @@ class EMA:
                 if model is not None:
                     weight = model.get_parameter(name).data
                     own[name] = weight.to("cpu", copy=True)
-                    weight.copy_(self.engine.parts.take(name, full))
+                    weight.copy_(self.engine.tensor_layout.take(name, full))
             yield model
         finally:
             for name, weight in own.items():

@@ -283,8 +283,8 @@ def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: Publis
 
 
 def _trained_on(metadata: Mapping[str, str]) -> str:
-    said = next((metadata[key] for key in ("base", "ss_base_model_version", ARCHITECTURE) if metadata.get(key)), None)
-    return f" (this one was trained on {shown(said)})" if said else ""
+    base = next((metadata[key] for key in ("base", "ss_base_model_version", ARCHITECTURE) if metadata.get(key)), None)
+    return f" (this one was trained on {shown(base)})" if base else ""
 
 
 def _scales(metadata: Mapping[str, str], path: Path) -> Callable[[str, int], float]:

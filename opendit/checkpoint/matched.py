@@ -200,9 +200,9 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
         "are missing": wanted - found,
         "are unexpected": found - wanted,
     }
-    said = [f"{len(some)} {what} (first: {min(some)[:100]!r})" for what, some in problems.items() if some]
-    if said:
-        raise ValueError(f"{where}, {', '.join(said)}")
+    lines = [f"{len(some)} {what} (first: {min(some)[:100]!r})" for what, some in problems.items() if some]
+    if lines:
+        raise ValueError(f"{where}, {', '.join(lines)}")
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

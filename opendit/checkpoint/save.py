@@ -235,8 +235,8 @@ class ShardFiles:
         written, run = {}, folder.parent.parent
         for which in self._sets:
             if (name := self._file(which)) in files:
-                said = tensor_set.shard_metadata(which, step, {key: self._mine[key] for key in files[name]})
-                written[name] = write_tensors(folder / name, files[name], said, root=run)
+                about = tensor_set.shard_metadata(which, step, {key: self._mine[key] for key in files[name]})
+                written[name] = write_tensors(folder / name, files[name], about, root=run)
             if self.mesh.is_main:
                 text = tensor_set.index_text(self._index(which, step, metadata if which in self._weights else {}))
                 written[which + SHARDS] = write_file(folder / (which + SHARDS), iter([text.encode()]), root=run)

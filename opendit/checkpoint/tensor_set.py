@@ -68,8 +68,8 @@ def shard_file(tensors: str, rank: int, ranks: int) -> str:
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
     """Return a shard file's metadata: the set's name, the step, and each tensor's full shape and cuts, as in the
     index. held: name -> (full shape, shard)."""
-    said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
-    return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
+    cuts = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
+    return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(cuts, sort_keys=True)}
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class Public(NamedTuple):
     guidance_embeds: bool | None = None
 
     def describes(self, config: dict[str, Any]) -> bool:
-        told = config.get("guidance_embeds", self.guidance_embeds)
-        return config.get("_class_name") == self.network and self.guidance_embeds in (None, told)
+        has_guidance = config.get("guidance_embeds", self.guidance_embeds)
+        return config.get("_class_name") == self.network and self.guidance_embeds in (None, has_guidance)
 
 
 PUBLIC = {

@@ -97,7 +97,7 @@ _NONE_HERE = {
     "num_gpus gpus num_devices nproc_per_node num_processes": "torchrun --nproc_per_node starts a process a GPU",
 }
 _NAMES = {theirs: ours.split() for ours, several in _OURS.items() for theirs in several.split()}
-_SENTENCES = {theirs: said for several, said in _NONE_HERE.items() for theirs in several.split()}
+_SENTENCES = {theirs: sentence for several, sentence in _NONE_HERE.items() for theirs in several.split()}
 
 
 def counterpart(name: str, flags: Collection[str]) -> str | None:
@@ -575,8 +575,8 @@ def _add(parser: CommandLine, item: dataclasses.Field[Any]) -> None:
     elif declared["alone"] is not None:
         options = dict(nargs="?", const=declared["alone"])
     alias = f"--{declared['alias']}" if declared["alias"] else None
-    told = declared["help"], default, alias, declared["common"]
-    parser.option(f"--{item.name}", takes, *told, type=takes.convert, **options)
+    texts = declared["help"], default, alias, declared["common"]
+    parser.option(f"--{item.name}", takes, *texts, type=takes.convert, **options)
 
 
 def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:

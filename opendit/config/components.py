@@ -509,6 +509,11 @@ class MemoryFlags(Flags):
         False, "fastseq: keep the gathered input for the backward pass: more memory, less traffic"
     )
 
+    @property
+    def checkpointed(self) -> bool:
+        """True if the backward pass recomputes blocks, perhaps except their attention."""
+        return self.grad_checkpoint or self.recompute == BUT_ATTENTION
+
 
 @dataclass(frozen=True)
 class PluginFlags(Flags):

@@ -226,9 +226,7 @@ def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel
     return notes
 
 
-def check_expert_parallel_size(
-    size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int, stages: int = 1
-) -> None:
+def check_expert_parallel_size(size: int, tensor_parallel: int, copies: int, world_size: int, stages: int = 1) -> None:
     """Raise ValueError unless ``size`` divides the number of processes per model copy and pipeline stage. With tensor
     parallelism, ``size`` must be 1 or ``tensor_parallel``."""
     flag = f"--expert_parallel_size {size}"

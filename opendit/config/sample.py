@@ -60,8 +60,8 @@ class TaylorCache:
 
     @property
     def note(self) -> str:
-        said = f"extrapolated with order {self.order}" if self.order else "reused"
-        return f"blocks evaluated in one of {self.every} steps, their output {said} in the others"
+        how = f"extrapolated with order {self.order}" if self.order else "reused"
+        return f"blocks evaluated in one of {self.every} steps, their output {how} in the others"
 
 
 @dataclass(frozen=True)

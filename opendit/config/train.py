@@ -461,7 +461,7 @@ class TrainConfig(
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.optimizer != "muon":
             unused |= dict.fromkeys(("muon_momentum", "muon_precision"), "does nothing without --optimizer muon")
-        if not (self.grad_checkpoint or self.recompute == BUT_ATTENTION or self.parallel == "auto" or self.card):
+        if not (self.checkpointed or self.parallel == "auto" or self.card):
             why = f"does nothing without --recompute {BUT_ATTENTION} or --grad_checkpoint"
             unused["recompute_blocks"] = why
         if self.average is not None:
@@ -718,7 +718,7 @@ class TrainConfig(
                 "several GPUs; leave it out"
             )
         chosen_by_card = self.card is not None and not {"recompute", "grad_checkpoint"} & self.given
-        recomputed = self.grad_checkpoint or self.recompute in (BUT_ATTENTION, AUTO) or chosen_by_card
+        recomputed = self.checkpointed or self.recompute == AUTO or chosen_by_card
         if not sharded and not recomputed:
             raise ValueError(
                 f"--offload {self.offload}: only recomputed blocks can be in host memory; add "
@@ -779,10 +779,9 @@ class TrainConfig(
                 raise ValueError(f"--{flag} {getattr(self, flag)}: does not work with {what}; leave one of them out")
 
     def _check_expert_parallel(self, world_size: int) -> None:
-        size = self.expert_parallel_size
-        sharing = self.sequence_parallel_size, self.tensor_parallel_size
+        size, tensor_parallel = self.expert_parallel_size, self.tensor_parallel_size
         copies, stages = self.data_parallel_replicate, self.pipeline_parallel_size
-        check_expert_parallel_size(size, *sharing, copies, world_size, stages)
+        check_expert_parallel_size(size, tensor_parallel, copies, world_size, stages)
         if size > 1:
             self._reject("expert_parallel_size", {"--compile, which can't follow tokens to other ranks": self.compile})
 

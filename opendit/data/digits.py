@@ -76,6 +76,7 @@ class DigitsDataset(ArrayDataset):
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (x to the right, y down)
 SETTINGS, TABLE, CLIPS = "demo.json", "demo.csv", "clips"
+FPS = 24  # of the demo's clips
 
 
 def caption(digit: int, direction: str) -> str:
@@ -139,7 +140,6 @@ def make_demo(
     clips: int = 600,
     size: int = 64,
     frames: int = 48,
-    fps: int = 24,
     seed: int = 0,
     split: str = "train",
 ) -> Path:
@@ -149,7 +149,7 @@ def make_demo(
     of digit and direction. (seed, i) determines the picture and offset in clip i. Raises ValueError if the folder has a
     demo with other settings."""
     folder = Path(folder)
-    settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
+    settings = {"version": 2, "size": size, "frames": frames, "fps": FPS, "seed": seed, "split": split}
     known = folder / SETTINGS
     refuse_links(folder, [SETTINGS, TABLE, CLIPS], "--output")
     found = None
@@ -177,7 +177,7 @@ def make_demo(
             if not path.exists():
                 choice, jitter = np.random.default_rng([seed, i]).integers(2**31, size=2).tolist()
                 image = of_digit[digit][choice % len(of_digit[digit])]
-                write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), fps, root=folder)
+                write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), FPS, root=folder)
             bar.update()
     write_csv(folder / TABLE, rows)
     return folder / TABLE

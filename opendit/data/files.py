@@ -413,7 +413,6 @@ class Verification:
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag
         self.damage: str | None = None
-        self.verified = 0  # number of files found intact
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -457,7 +456,6 @@ class Verification:
             if found != expected:
                 self.damage = f"{path} is damaged: its checksum is not the index's; {_REPAIR}"
                 return
-            self.verified += 1
 
     def _sha256(self, path: Path) -> str | None:
         digest = hashlib.sha256()

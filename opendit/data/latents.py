@@ -128,10 +128,10 @@ class LatentDataset(ShardDataset):
         pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
         kept, names = [tar for tar, _ in pairs], index["class_names"]
         super().__init__(name, kept, index["image_size"], store=store, class_names=names, **options)
-        if self.conditioning != (told := index.get("conditioning", "label")):
+        if self.conditioning != (indexed := index.get("conditioning", "label")):
             words = {"text": "captions", "label": "classes"}
             raise ValueError(
-                f"{name}: {INDEX} tells of {words[told]}, its tars have {words[self.conditioning]}; {REPAIR}"
+                f"{name}: {INDEX} tells of {words[indexed]}, its tars have {words[self.conditioning]}; {REPAIR}"
             )
         self.random_window, self.use_video, self.empty_caption = False, use_video, empty_caption
         self._keys = [shard.get("shape_key", 0) for _, shard in pairs]

@@ -236,15 +236,15 @@ def shut_down(results: Any) -> None:
 
 def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
     """Warn about slow reads, and end the reading after ``patience`` seconds. Runs in a thread."""
-    told = False
+    warned = False
     while (ahead := reads()) is not None and not closing.is_set():
         patience, asked = ahead.patience, ahead._asked
         waited = 0.0 if asked is None else time.monotonic() - asked
         if waited < patience / 2:
-            told = False
-        elif not told and (late := ahead._late(patience / 2)):
+            warned = False
+        elif not warned and (late := ahead._late(patience / 2)):
             logger.warning(f"{ahead.who}note: no data for {waited:.0f} s: {late}; the run ends at {patience:g} s")
-            told = True
+            warned = True
         if waited >= patience and (late := ahead._late(patience)):
             if ahead._workers:
                 ahead._give_up(late)
@@ -349,8 +349,7 @@ class Batch:
     step: int
     micro: int  # number of the micro-batch in the step
     epoch: int
-    segments_in_step: int = 0  # samples in the step, over all ranks and micro-batches
-    weights: Tensor | None = None  # (B,) float32 loss weights; None means 1
+    samples_in_step: int = 0  # over all ranks and micro-batches
     skipped: tuple[str, ...] = ()  # "path: reason" for every replaced unreadable file
     shortened: int = 0  # clips with a smaller frame interval than requested
     bytes_read: int = 0
@@ -383,7 +382,7 @@ class _Request:
     step: int
     micro: int
     epoch: int
-    samples: int = 0  # number of samples in the step
+    samples_in_step: int = 0  # over all ranks and micro-batches
     packed: bool = False  # True if the samples have various sizes and form one sequence
 
 
@@ -446,7 +445,7 @@ class _BatchReader(Dataset[Any]):
             step=request.step,
             micro=request.micro,
             epoch=request.epoch,
-            segments_in_step=request.samples,
+            samples_in_step=request.samples_in_step,
             skipped=tuple(file for item in items for file in item.skipped),
             shortened=sum(item.shortened for item in items),
             bytes_read=sum(item.bytes_read for item in items),

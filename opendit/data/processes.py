@@ -49,12 +49,12 @@ def _follow(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> None:
-    """Kill processes that need no cleanup, and wait up to ``patience`` seconds in total for their end. A process may
-    survive while it waits for a dead network disk."""
+def end_processes(processes: Sequence[BaseProcess]) -> None:
+    """Kill processes that need no cleanup, and wait up to five seconds in total for their end. A process may survive
+    while it waits for a dead network disk."""
     for process in processes:
         process.kill()
-    until = time.monotonic() + patience
+    until = time.monotonic() + 5
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
 

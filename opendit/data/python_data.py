@@ -150,10 +150,10 @@ class PythonDataset(PicturesAndClips):
         return Fingerprint(self._identity)
 
     def _identity(self) -> str:
-        told = getattr(self.data, "fingerprint", None) or getattr(self.data, "_fingerprint", None)
+        known = getattr(self.data, "fingerprint", None) or getattr(self.data, "_fingerprint", None)
         parts = ["python", str(len(self)), *self.class_names]
-        if isinstance(told, str):
-            return hash_parts(*parts, told)
+        if isinstance(known, str):
+            return hash_parts(*parts, known)
         for row in spread(len(self), HASHED):
             try:
                 medium, label, text = self._sample(row)

@@ -295,8 +295,8 @@ def _shows_alpha(stream: Any) -> bool:
 
 def _alpha_aside(stream: Any) -> bool:
     """Return True if a VP8 or VP9 stream has alpha in side data, which FFmpeg's native decoders ignore."""
-    told = {name.lower(): value for name, value in stream.metadata.items()}
-    return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
+    metadata = {name.lower(): value for name, value in stream.metadata.items()}
+    return metadata.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 
 
 def decoded(file: Any, stream: Any) -> Iterator[Any]:
@@ -456,8 +456,8 @@ class TorchCodecReader:
         decoders = import_torchcodec()
         self._contents = contents
         self._decoder = decoders.VideoDecoder(name, num_ffmpeg_threads=1, dimension_order="NHWC")
-        self.length, told = contents.length, self._decoder.metadata
-        self.declared: int = (told.width or 0) * (told.height or 0)
+        self.length, metadata = contents.length, self._decoder.metadata
+        self.declared: int = (metadata.width or 0) * (metadata.height or 0)
         if len(self._decoder) != self.length:
             raise ValueError(f"{len(self._decoder)} frames, {self.length} packets")
         with open_container(name) as file:

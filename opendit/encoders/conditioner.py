@@ -29,6 +29,9 @@ from opendit.models.conditioning import (
 class Conditioner(ABC):
     """Base class of objects that convert one kind of input to conditions, on one device."""
 
+    encoder: Any = None  # a TextEncoder or PublishedText, if captions are encoded here
+    pictures: Any = None  # PictureTokens, if the model attends to tokens of first frames
+
     def __init__(self, device: torch.device):
         self.device = device
 
@@ -117,8 +120,7 @@ class PublishedConditioner(CaptionConditioner):
     """Makes conditions from captions with a public model's text encoders (opendit.encoders.published_text).
 
     encoder: a PublishedText; None if all embeddings are cached. guidance: guidance scale, for a network that embeds it.
-    trim: cut a batch of cached embeddings to its longest caption. pictures: encoder of first frames, for models that
-    attend to their tokens."""
+    trim: cut a batch of cached embeddings to its longest caption."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class PublishedConditioner(CaptionConditioner):
 
     def encode(self, captions: list[str], away: bool = False) -> TextCondition:
         assert self.encoder is not None, "the data set has embeddings, and the text encoders are not loaded"
-        return self._told(cast(Any, self.encoder).encode(captions, away=away).to(self.device))
+        return self._with_guidance(cast(Any, self.encoder).encode(captions, away=away).to(self.device))
 
     def of_batch(self, batch: Any) -> Condition:
         return super().of_batch(batch) if batch.embedding is None else self.of_embeddings(batch.embedding)
@@ -149,7 +151,7 @@ class PublishedConditioner(CaptionConditioner):
             longest = max(1, int(lengths.max()))
             tokens, mask = tokens[:, :longest], mask[:, :longest]
         y = TextCondition(*(part.to(self.device, non_blocking=True) for part in (tokens, mask, pooled)))
-        return self._told(replace(y, shortest=int(lengths.min())))
+        return self._with_guidance(replace(y, shortest=int(lengths.min())))
 
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
         return where(dropped, *same_length(self.null(), y))
@@ -162,7 +164,7 @@ class PublishedConditioner(CaptionConditioner):
         assert pixels is not None, "a model that attends to tokens of first frames has clips, or their cached tokens"
         return replace(cast(TextCondition, y), pooled=self.pictures.of_clips(pixels))
 
-    def _told(self, y: TextCondition) -> TextCondition:
+    def _with_guidance(self, y: TextCondition) -> TextCondition:
         """Add the guidance scale to the condition if the network embeds it."""
         if self.guidance is None:
             return y

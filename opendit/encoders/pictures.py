@@ -82,12 +82,10 @@ def grid_columns(captions: list[str]) -> int | None:
     return kinds if 4 <= kinds <= 12 else None
 
 
-def save_contact_sheet(
-    path: Path, clips: np.ndarray, captions: list[str], frames: int = 8, root: Path | None = None
-) -> None:
-    """Save clips (N, T, H, W, 3) uint8 as one PNG. Every clip is a row with its caption and up to ``frames`` evenly
-    spaced frames. root: see :func:`save_grid`."""
-    shown = np.linspace(0, clips.shape[1] - 1, min(frames, clips.shape[1])).round().astype(int)
+def save_contact_sheet(path: Path, clips: np.ndarray, captions: list[str], root: Path | None = None) -> None:
+    """Save clips (N, T, H, W, 3) uint8 as one PNG. Every clip is a row with its caption and up to eight evenly spaced
+    frames. root: see :func:`save_grid`."""
+    shown = np.linspace(0, clips.shape[1] - 1, min(8, clips.shape[1])).round().astype(int)
     pictures = clips[:, shown].reshape(-1, *clips.shape[2:])
     numbers = [f"{frame}" for frame in shown]
     labels = [text for caption in captions for text in (caption, *numbers[1:])]

@@ -7,7 +7,7 @@ is a :class:`TextCondition`: tokens (B, L, D), mask (B, L) and pooled (B, P), wi
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from opendit.common.utils import hash_parts, shown
 from opendit.config.architectures import family_in, name_of_folder
@@ -169,19 +170,16 @@ class PublishedText:
         return torch.nn.ModuleDict({name: self._component(name) for name in names})
 
     @torch.no_grad()
-    def encode(self, captions: list[str], length: int | None = None, away: bool = False) -> TextCondition:
+    def encode(self, captions: list[str], away: bool = False) -> TextCondition:
         """Encode captions on the encoders' device and in their dtype.
 
         The family's ``Text.padding`` determines the tokens after a caption's last token:
 
         - "attend": the encoder's outputs. L = max_tokens, and the mask is True everywhere.
         - "zero": zeros, with mask False. L = max_tokens.
-        - "remove": zeros, with mask False. L = ``length``, by default the longest caption's length.
+        - "remove": zeros, with mask False. L = the longest caption's length.
 
-        away: True for negative prompts; some families encode them differently. Raises ValueError if ``length`` is
-        shorter than a caption, or differs from the family's fixed length."""
-        if length not in (None, self.max_tokens) and self.family.text.padding != "remove":
-            raise ValueError(f"prompts of {self.family.name} have {self.max_tokens} tokens, not {length}")
+        away: True for negative prompts; some families encode them differently."""
         tokens: list[Tensor] = []
         pooled: list[Tensor] = []
         for start in range(0, len(captions), CAPTIONS_AT_ONCE):
@@ -204,16 +202,15 @@ class PublishedText:
             of_all = found[self.prompts.pooled_at] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0)
             pooled.append(of_all)
         shortest = min(len(row) for row in tokens)
-        return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)
+        return TextCondition(*self._padded(tokens), torch.cat(pooled), shortest=shortest)
 
-    def _padded(self, tokens: Sequence[Tensor], length: int | None) -> tuple[Tensor, Tensor]:
+    def _padded(self, tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Pad captions of unequal length. Return tokens (B, L, D) and mask (B, L)."""
-        if self.family.text.padding != "remove":
-            stacked = torch.stack(list(tokens))
-            return stacked, stacked.ne(0).any(-1) if self.family.text.padding == "zero" else _full(stacked)
-        rows = [TextCondition(row[None], _full(row[None]), row.new_zeros(1, 0)) for row in tokens]
-        joined = pad_tokens(rows, length)
-        return joined.tokens, joined.mask
+        if self.family.text.padding == "zero":
+            stacked = torch.stack(tokens)
+            return stacked, stacked.ne(0).any(-1)
+        masks = [torch.ones(len(row), dtype=torch.bool, device=row.device) for row in tokens]
+        return pad_sequence(tokens, batch_first=True), pad_sequence(masks, batch_first=True)
 
     def count_tokens(self, captions: list[str]) -> list[int]:
         """Count each caption's tokens before cutting, including the template's tokens."""
@@ -236,19 +233,6 @@ class PublishedText:
 
     def _component(self, name: str) -> Any:
         return getattr(self.pipeline, name)
-
-
-def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -> TextCondition:
-    """Join batches of prompts, padded with zeros to ``length``, by default the longest batch's length."""
-    longest = max(condition.tokens.shape[1] for condition in conditions)
-    length = longest if length is None else length
-    if length < longest:
-        raise ValueError(f"a prompt of {longest} tokens doesn't fit into {length}")
-    return TextCondition.cat([y.padded(length) for y in conditions])
-
-
-def _full(tokens: Tensor) -> Tensor:
-    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
         )
     try:
         if path.is_dir():
-            return _folder(path, flag, options)
+            return _folder(path, options)
         if path.suffix in (".npz", ".npy"):
             return array_media(path.name, lambda: sha256_of(path), *_arrays(path, flag))
         if path.suffix == ".csv":
@@ -181,7 +181,7 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
         raise ValueError(f"{flag} {printable(path)}: can't be read ({error}); write it again") from error
 
 
-def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
+def _folder(path: Path, options: MediaOptions) -> Media:
     """Open a folder of pictures or, if there are none, of clips. Files with several samples are skipped."""
     drawn = _drawn(path)
     if drawn:

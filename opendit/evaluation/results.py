@@ -240,8 +240,8 @@ def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
     writer.writerow(SWEEP_COLUMNS)
     for row in rows:
         low, high = row.interval or (None, None)
-        told = (row.metric, row.steps, row.guidance, row.value, low, high)
-        writer.writerow([*told, row.count, row.sampler, row.seed, row.samples])
+        cells = (row.metric, row.steps, row.guidance, row.value, low, high)
+        writer.writerow([*cells, row.count, row.sampler, row.seed, row.samples])
     write_whole(path, text.getvalue().encode())
     return path
 

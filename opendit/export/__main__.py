@@ -118,16 +118,16 @@ def convert(
 ) -> None:
     from opendit.export import conversion  # imports torch, so not at the top
 
-    notes, told = [], f"wrote {output}"
+    notes, message = [], f"wrote {output}"
     if to == "lora":
         notes, reader = conversion.export_lora(ckpt, output, base, form)
         how = f"reads it by pipeline.{reader}" if reader else "needs --format diffusers instead"
-        told += f"; {READERS[form]}diffusers {how}"
+        message += f"; {READERS[form]}diffusers {how}"
     elif base is not None:
         notes = conversion.export_run(ckpt, output, base, most_bytes)
     elif to == "diffusers":
         conversion.export_diffusers(ckpt, output, model, vae, most_bytes)
-        told += (
+        message += (
             "\nA stock DiTPipeline differs slightly from the trained model (its downscale_freq_shift is 1); "
             "opendit.export.load_pipeline(folder) sets it right."
         )
@@ -135,10 +135,10 @@ def convert(
         conversion.export_meta(ckpt, output, model)
     else:
         name, written = conversion.import_weights(ckpt, output, model, vae, most_bytes)
-        told = f"wrote {written}: {name}"
+        message = f"wrote {written}: {name}"
     for line in notes:
         print(f"note: {line}", flush=True)
-    print(told)
+    print(message)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None
 
     transformer = DiTTransformer2DModel(
         num_attention_heads=config.num_heads,
-        attention_head_dim=config.hidden_size // config.num_heads,
+        attention_head_dim=config.head_dim,
         in_channels=config.in_channels,
         out_channels=config.out_channels,
         num_layers=config.depth,
@@ -301,8 +301,8 @@ def export_published(
         for inside, (weights, each) in written.items():
             safe_files.link_or_copy(each.transformer / CONFIG, new / inside / CONFIG, root=root)
             # Don't copy the run's metadata, because they contain captions and paths.
-            said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
-            metadata = {**said, **each.files.metadata, **(more or {}), "format": "pt"}
+            origin = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
+            metadata = {**origin, **each.files.metadata, **(more or {}), "format": "pt"}
             write_weights(new / inside / (foreign.STEM + WHOLE), weights, metadata, most_bytes)
             safe_files.sync_folder(new / inside, root=root)
         _take_place(new, output, old)

@@ -49,8 +49,6 @@ FEATURES = {
     "flash_attn": Feature("flash_attn needs", (8, 0)),
     "flash_attn_3": Feature("FlashAttention 3 and 4 need", (9, 0)),
 }
-# Compute capability -> maximum bytes of shared memory per block of threads.
-SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
 
 _pretended: list[tuple[int, int]] = []
 

@@ -66,10 +66,6 @@ class Float8:
             torch.empty(shape, dtype=dtype, device=device), torch.empty(scales, dtype=torch.float32, device=device)
         )
 
-    @property
-    def by_row(self) -> bool:
-        return self.descale.dim() == 2
-
     @functools.cached_property
     def descale_of_columns(self) -> Tensor:
         """The descale of a weight (N, K) as (1, N) fp32, for products with rows that have one scale each."""

@@ -113,7 +113,8 @@ class ShardQuantizer:
     """
 
     def __init__(self, shards: Sequence[Tensor], targets: Sequence[Tensor], rounded: torch.dtype):
-        self._kept, self._rounded, device = (list(shards), list(targets)), rounded, shards[0].device
+        # The kernels read the tensors by address, so keep them alive.
+        self._tensors, self._rounded, device = (list(shards), list(targets)), rounded, shards[0].device
         sizes = torch.tensor([shard.numel() for shard in shards])
         table = [*sizes.tolist(), *addresses_of(shards), *addresses_of(targets)]
         self._table = send(torch.tensor(table), device)

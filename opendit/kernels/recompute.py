@@ -128,8 +128,11 @@ def recomputing(ops: BlockOps, level: str, gated: Collection[Projection] = ()) -
     """
     if level == "none":
         return ops
-    norm, forked = ops.layernorm_modulate, ops.residual_layernorm_modulate
-    joined, joined_rms = ops.linear_gate_residual_layernorm_modulate, ops.linear_gate_residual_rmsnorm_modulate
+    norm = ops.layernorm_modulate
+    # None without such an operation. The wrapper of a missing operation is not used.
+    forked: Any = ops.residual_layernorm_modulate
+    joined: Any = ops.linear_gate_residual_layernorm_modulate
+    joined_rms: Any = ops.linear_gate_residual_rmsnorm_modulate
     gelu_kernel = ops.kernel("linear_gelu")
 
     def saves_only_x(operation: str) -> bool:
@@ -147,7 +150,6 @@ def recomputing(ops: BlockOps, level: str, gated: Collection[Projection] = ()) -
         return _remember(y, norm, x, shift, scale, *of_rows)
 
     def residual_layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
-        assert forked is not None, "where there is none, nor is there this"
         same, y = forked(x, shift, scale, *of_rows)
         return same, _remember(y, norm, x, shift, scale, *of_rows)
 
@@ -200,14 +202,12 @@ def recomputing(ops: BlockOps, level: str, gated: Collection[Projection] = ()) -
             return ops.linear_gate_residual(x, gate, z, layer, *of_rows)
 
     def linear_gate_residual_layernorm_modulate(x, gate, z, layer, shift, scale, *of_rows) -> tuple[Tensor, Tensor]:
-        assert joined is not None, "where there is none, nor is there this"
         z = _as_a_linear_sees(z)
         with _not_keeping(z):
             h, y = joined(x, gate, z, layer, shift, scale, *of_rows)
         return h, _remember(y, norm, h, shift, scale, *of_rows)
 
     def linear_gate_residual_rmsnorm_modulate(x, gate, z, layer, rms, shift, scale, *of_rows) -> tuple[Tensor, Tensor]:
-        assert joined_rms is not None, "where there is none, nor is there this"
         z = _as_a_linear_sees(z)
         with _not_keeping(z):
             h, y = joined_rms(x, gate, z, layer, rms, shift, scale, *of_rows)

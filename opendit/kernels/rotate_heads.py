@@ -509,12 +509,6 @@ class StreamHeads:
     table: Tensor | None = None  # cosines and sines, see rotate_heads(); None: no rotation
 
 
-def join_heads_reference(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    turned = [rotate_heads_reference(s.q, s.k, s.q_weight, s.k_weight, s.table, eps) for s in streams]
-    q, k = (torch.cat(parts, dim=1) for parts in zip(*turned, strict=True))
-    return q, k, torch.cat([stream.v for stream in streams], dim=1)
-
-
 def pack_heads_reference(stream: StreamHeads, parts: int, eps: float = 1e-6, across: bool = False) -> Tensor:
     q, k = rotate_heads_reference(stream.q, stream.k, stream.q_weight, stream.k_weight, stream.table, eps, across)
     return torch.stack([x.unflatten(2, (parts, -1)).movedim(2, 0) for x in (q, k, stream.v)], dim=3)

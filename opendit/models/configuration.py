@@ -90,19 +90,15 @@ class DiTConfig:
         return (self.block.kv_heads or self.num_heads) * self.head_dim
 
     @property
-    def in_operations(self) -> bool:
-        """True if FP8 supports the block. It must have LayerNorm, GELU, and separate keys and values for every query
-        head."""
-        spec = self.block
-        return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
-
-    @property
     def float8(self) -> bool:
-        """True if FP8 supports a block's branches. FP8 also needs biases, see :meth:`check_speed`."""
-        return self.in_operations and self.block.experts is None
+        """True if FP8 supports the block's branches: LayerNorm, GELU without experts, and separate keys and values for
+        every query head. FP8 also needs biases, see :meth:`check_speed`."""
+        spec = self.block
+        plain = spec.norm == "layer" and spec.mlp == "gelu" and spec.experts is None
+        return plain and spec.kv_heads in (None, spec.heads)
 
     @property
-    def recompute(self) -> bool:
+    def recomputable(self) -> bool:
         """True if the block supports all levels of --recompute."""
         return self.block.mlp in ("gelu", "swiglu") and self.block.kv_heads in (None, self.block.heads)
 
@@ -313,7 +309,7 @@ class DiTConfig:
         if fp8 and not (self.float8 and self.bias):
             why = "--no_bias" if self.float8 else exchanged or f"{self.kind} models"
             raise ValueError(f"--fp8: does not work with {why}; leave it out")
-        if recompute not in ("none", BUT_ATTENTION) and not self.recompute:
+        if recompute not in ("none", BUT_ATTENTION) and not self.recomputable:
             why = exchanged or f"{self.kind} models"
             raise ValueError(f"--recompute {recompute}: does not work with {why}; use --grad_checkpoint")
 

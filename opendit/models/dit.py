@@ -71,7 +71,7 @@ class DiT(nn.Module):
         self.fusion: Fusion | None = None if config.sprint is None else Fusion(dim)
         self.uncertainty: Uncertainty | None = Uncertainty() if config.uncertainty else None
         self.ops: BlockOps = BlockOps()
-        self.grad_checkpoint: bool | str = False  # the argument ``checkpointed`` of run_blocks
+        self.grad_checkpoint: bool | str = False  # True, or "but_attention": see :attr:`checkpointed`
         # True to compute modulations inside the blocks. Sharding needs this: a block's weights are present only during
         # its call.
         self.modulate_in_blocks = False
@@ -88,6 +88,11 @@ class DiT(nn.Module):
         if self.config.block.experts is None or self.sequence is None or not self.sequence.shares_samples:
             return ""
         return "the host reads how many tokens of an expert each rank has (--sequence_parallel_size)"
+
+    @property
+    def checkpointed(self) -> bool | str:
+        """The argument ``checkpointed`` of ``run_blocks``: ``grad_checkpoint``, or False if no gradients are needed."""
+        return torch.is_grad_enabled() and self.grad_checkpoint
 
     def make_block(self) -> Block:
         return Block(self.config.block)
@@ -330,8 +335,8 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Run the blocks and the final layer: (B, n, D) to (B, n, prod(patch) * out_channels). This empties
         ``residual``, so that the tokens' memory can be freed while the blocks run."""
-        modulations, checkpointed = iter(modulations), torch.is_grad_enabled() and self.grad_checkpoint
-        x = run(self.blocks, residual.take(self.ops), modulations, context, grid, checkpointed=checkpointed)
+        modulations = iter(modulations)
+        x = run(self.blocks, residual.take(self.ops), modulations, context, grid, checkpointed=self.checkpointed)
         return self.final_layer(x, next(modulations), of_rows(grid))
 
     def embed(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, TokenGrid]:

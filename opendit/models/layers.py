@@ -623,11 +623,11 @@ def _convolve_patches(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(patches, weight.flatten(1), bias)
 
 
-def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
+def timestep_embedding(t: Tensor, dim: int) -> Tensor:
     """Return the sinusoids (B, dim) float32 of times t (B,), integer or float: first the cosines, then the sines
     (Vaswani et al. 2017)."""
     half = dim // 2
-    freqs = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+    freqs = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
     angles = t.float()[:, None] * freqs
     return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
 

@@ -24,11 +24,7 @@ Count = Callable[[OwnConfig], int]  # function that computes a number of tokens 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the complete parameter. ``partial_gradient``: True if ranks use the parameter for different
-    heads or experts, so that the gradient is a sum over the ranks. False if every rank computes the complete
-    gradient."""
-
-    partial_gradient: bool = False
+    """Every rank holds the complete parameter."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +246,7 @@ def _branch_rules(config: DiTConfig, branch: Branch) -> dict[str, Rule]:
         found |= linear(f"{name}.q", Heads((heads,))) | linear(f"{name}.kv", Heads((heads, heads), of_context=True))
     else:
         found |= linear(f"{name}.qkv", Heads((heads, shared, shared)))
-    norms = {f"{name}.{norm}.weight": Replicated(partial_gradient=True) for norm in ("q_norm", "k_norm")}
+    norms = {f"{name}.{norm}.weight": Replicated() for norm in ("q_norm", "k_norm")}
     return found | norms | linear(f"{name}.proj", Row(heads))
 
 
@@ -261,7 +257,7 @@ def mlp_rules(branches: int = 1) -> dict[str, Rule]:
 EXPERT_RULES: dict[str, Rule] = {
     # Every rank needs the full router for the softmax, but uses only its experts' affinities. So the router's gradient
     # is the sum over the ranks.
-    "blocks.*.mlp.router.weight": Replicated(partial_gradient=True),
+    "blocks.*.mlp.router.weight": Replicated(),
     "blocks.*.mlp.expert_fc1": Expert(),
     "blocks.*.mlp.expert_fc2": Expert(),
 }

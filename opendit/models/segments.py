@@ -165,35 +165,6 @@ def to_patches(x: Tensor, patch: tuple[int, ...]) -> Tensor:
     return x.permute(order).flatten(1, len(patch))
 
 
-def from_patches(x: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """Invert :func:`to_patches`: (B, n, C, *patch) to (B, C, ...). grid: tokens along each axis."""
-    patch = x.shape[3:]
-    axes, x = len(patch), x.unflatten(1, tuple(grid))
-    order = (0, 1 + axes, *(place for axis in range(axes) for place in (1 + axis, 2 + axes + axis)))
-    sides = (side * p for side, p in zip(grid, patch, strict=True))
-    return x.permute(order).reshape(x.shape[0], x.shape[1 + axes], *sides)
-
-
-def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int) -> Tensor:
-    """Concatenate the patches of latents (C, ...) and pad the result with zeros to (tokens, C, *patch). Raises
-    ValueError if the patch does not divide a latent, or if the latents have more than ``tokens`` tokens."""
-    parts = [to_patches(x.unsqueeze(0), patch).squeeze(0) for x in latents]
-    filled = sum(map(len, parts))
-    if filled > tokens:
-        raise ValueError(f"segments of {filled:,} tokens don't fit into a pack of {tokens:,}")
-    return torch.cat([*parts, parts[0].new_zeros(tokens - filled, *parts[0].shape[1:])])
-
-
-def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
-    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). Repeated frames are reduced to one."""
-    axes, found = x.dim() - 2, []
-    repeated = segments.repeated or (False,) * len(segments.grids)
-    for part, grid, single in zip(x[: segments.filled].split(segments.lengths), segments.grids, repeated, strict=True):
-        whole = from_patches(part.unsqueeze(0), grid[3 - axes :]).squeeze(0)
-        found.append(whole[:, :1] if single else whole)
-    return found
-
-
 def segment_means(x: Tensor, segments: Segments) -> Tensor:
     """Return the mean (S,) of x (tokens,) over each segment's tokens, without padding."""
     parts = x[: segments.filled].split([run.count * run.length for run in segments.runs])

@@ -52,9 +52,9 @@ def apply_parallel(
         divide_among(model, experts)
     shared = sequence if tensor is None else divide(model, tensor, sequence)
     model.use(ops=ops, attend=attend, varlen=varlen, sequence=shared)
-    blocks = recompute == BUT_ATTENTION
-    recompute_in(model, "none" if blocks else recompute)
-    model.grad_checkpoint = recompute if blocks else grad_checkpoint
+    but_attention = recompute == BUT_ATTENTION
+    recompute_in(model, "none" if but_attention else recompute)
+    model.grad_checkpoint = BUT_ATTENTION if but_attention else grad_checkpoint
     if recompute_blocks is not None:
         numbers = spread_numbers(len(model.blocks), recompute_blocks)
         for number, block in enumerate(model.blocks):

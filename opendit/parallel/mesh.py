@@ -382,16 +382,11 @@ Result = TypeVar("Result")
 
 class ControlGroup:
     """Gloo group of all ranks for one thread's small messages. Messages do not wait for the GPU. All ranks must create
-    their control groups in the same order.
+    their control groups in the same order. Ranks wait for each other for an hour at most."""
 
-    Args:
-        patience_minutes: longest time that ranks wait for each other.
-    """
-
-    def __init__(self, mesh: Mesh, patience_minutes: float = 60.0):
+    def __init__(self, mesh: Mesh):
         self.mesh = mesh
-        timeout = timedelta(minutes=patience_minutes)
-        group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=timedelta(hours=1)) if mesh.world_size > 1 else None
         self._group = cast("dist.ProcessGroup | None", group)  # not None if there are several ranks
 
     def gather(self, value: Any) -> list[Any]:

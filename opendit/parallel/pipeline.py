@@ -405,9 +405,8 @@ class StageForward:
             tokens, grid = model.enter(x, modulations, context)
         else:
             tokens, grid = x, model.places(sizes, context, len(x), t.dim() > 1)[0]
-        checkpointed = torch.is_grad_enabled() and model.grad_checkpoint
         across = context if model.config.cross_attention else None
-        tokens = run_blocks(blocks, tokens, modulations, across, grid, checkpointed=checkpointed)
+        tokens = run_blocks(blocks, tokens, modulations, across, grid, checkpointed=model.checkpointed)
         if not (stages.last and chunk == stages.chunks - 1):
             return tokens
         x = model.leave(tokens, cast(Tensor, next(modulations)), grid)

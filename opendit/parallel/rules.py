@@ -24,12 +24,7 @@ def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
     return value_of(name, rules, "the plan")
 
 
-def group_of(rule: Rule) -> str | None:
-    """Return the mesh group ("tp" or "ep") that divides the parameter; None if replicated."""
-    return None if isinstance(rule, Replicated) else "ep" if isinstance(rule, Expert) else "tp"
-
-
-def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
+def divided_dimension(rule: Rule) -> int | None:
     """Return the dimension of a tensor that the rule divides; None if the rule divides no dimension."""
     return None if isinstance(rule, Replicated) else 1 if isinstance(rule, Row) else 0
 
@@ -40,7 +35,7 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
     divided evenly."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of a group of {size}: ranks are 0 to {size - 1}")
-    dimension = divided_dimension(rule, shape)
+    dimension = divided_dimension(rule)
     if dimension is None:
         return (tuple(slice(0, side) for side in shape),)
     ranges = _ranges(shape[dimension], rule, rank, size)
@@ -78,7 +73,7 @@ def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
     """Return a rank's slices of a canonical tensor, concatenated: a view for one slice, otherwise a copy. Raises
     ValueError as :func:`local_slices` does."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule)))
 
 
 # -------------------------------------------------------------------------------------------------- full matrices

@@ -254,7 +254,7 @@ class Divided:
 
 
 def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int, group: str = "tp") -> Divided:
-    dim = cast(int, divided_dimension(rule, shape))
+    dim = cast(int, divided_dimension(rule))
     slices = [[part[dim] for part in local_slices(shape, rule, rank, ranks)] for rank in range(ranks)]
     ranges = tuple(tuple((part.start, part.stop) for part in own) for own in slices)
     return Divided(tuple(shape), Cut(group, dim, ranges))

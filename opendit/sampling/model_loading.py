@@ -105,7 +105,8 @@ class VaeLoader:
     def begin(self, path: str | Path, which: str, vae: str | None) -> None:
         """Start to load the VAE in a thread. path, which: as for ``find_weights``. vae: as for :func:`vae_of`."""
         try:
-            weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
+            file = find_weights(path, which)
+            weights = Weights({}, file, read_info(file))
             name, config = vae_of(vae, weights), weights.config
         except (ValueError, KeyError, TypeError, OSError):
             return
@@ -161,19 +162,19 @@ def load_model(
     network, for a model with two networks. For other arguments and for errors see ``load_pretrained``."""
     notes: list[str] = []
     loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
-    dtype = PRECISIONS[loader.precision]
     files = [find_weights(path, which), *(weights_in(folder, which) for folder in checkpoints_in(Path(path)))]
     stored = next(filter(None, map(read_config, files)), None)  # skip damaged checkpoints
     both = _both_of(path, stored, second, which)
     added = {"high": list(lora)} if both is None else _loras_of_experts(lora, which)
-    rest = (num_classes, notes, loader.device, dtype, stage, mesh)
-    network, weights = load_pretrained(path if both is None else both.high, name, which, added["high"], *rest)
+    how: dict[str, Any] = dict(name=name, which=which, num_classes=num_classes, notes=notes)
+    how |= dict(device=loader.device, dtype=PRECISIONS[loader.precision], stage=stage, mesh=mesh)
+    network, weights = load_pretrained(path if both is None else both.high, lora=added["high"], **how)
     if both is not None:
         network.config = replace(both.config, text=network.config.text)
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
         # Load both networks from the same checkpoint, even if the newest checkpoint is damaged.
         low = (low_noise_of(weights.path) if second is None else None) or both.low
-        network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
+        network.second, _ = load_pretrained(low, lora=added["low"], **how)
     notes += assumption(weights, network.config)
     objective = objective_from_dict(weights.info.get("objective"))
     return LoadedModel(network, weights, objective, vae_of(vae, weights), loader, notes)

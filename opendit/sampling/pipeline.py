@@ -269,7 +269,7 @@ class Pipeline:
         (the message names the most similar class), or an argument does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
-        usual = loading.usual_settings(self.config, 50, 4.0, self.weights)
+        usual = loading.usual_settings(self.config, DrawSettings.steps, DrawSettings.guidance, self.weights)
         steps, guidance = usual[0] if steps is None else steps, usual[1] if guidance is None else guidance
         settings = DrawSettings(
             steps=steps,
@@ -293,7 +293,7 @@ class Pipeline:
             media |= dict(interval=info.get("frame_interval", 1), fps=info.get("fps"))
             with arguments_named():
                 given = encode_frames(self.config, self.codec, plan["size"], self.device, **media)
-            y = with_pictures(y, encode_pictures(getattr(self.conditioner, "pictures", None), image, clip), index)
+            y = with_pictures(y, encode_pictures(self.conditioner.pictures, image, clip), index)
             total = steps * math.ceil(len(y) / batch_size)
             title = engine.approximations.note.partition(": ")[0] or None
             with tqdm(total=total, unit=" steps", desc=title, disable=not progress) as bar:

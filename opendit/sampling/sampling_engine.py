@@ -109,16 +109,15 @@ class SamplingEngine:
         self._full_work = 0  # block evaluations of all ranks without approximations
         # batch size -> loop; the most recently used loop is last
         self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()
-        self._most_loops, self._recorder = loops, recorder
-        self.note = why_not_recorded(model, record, recorder is not None)
-        if not self.note and recorder is None:
-            self._recorder = GraphRecorder()
-        self.note = f"kernel by kernel: {self.note}" if self.note else "recorded as a CUDA graph"
+        self._most_loops = loops
+        why_not = why_not_recorded(model, record, recorder is not None)
+        self._recorder = None if why_not else recorder or GraphRecorder()
+        self.note = f"kernel by kernel: {why_not}" if why_not else "recorded as a CUDA graph"
 
     @property
     def records(self) -> bool:
         """True if steps are recorded as CUDA graphs."""
-        return self.note.startswith("recorded")
+        return self._recorder is not None
 
     @torch.inference_mode()
     def sample(
@@ -192,11 +191,10 @@ class SamplingEngine:
         return self.loops[samples]
 
     def _advance(self, loop: "SamplingLoop", i: int) -> None:
-        if self.records:
-            try:
-                return loop.advance(i, self._recorder)
-            except NotRecordedError as error:
-                self._fall_back(error)
+        try:
+            return loop.advance(i, self._recorder)
+        except NotRecordedError as error:
+            self._fall_back(error)
         return loop.advance(i)
 
     def _fall_back(self, error: "NotRecordedError") -> None:

@@ -241,7 +241,7 @@ def _load(
         conditions=conditions,
         null=null,
         conditioning_frames=frames,
-        pictures=encode_pictures(getattr(conditioner, "pictures", None), flags.image or None, flags.clip or None),
+        pictures=encode_pictures(conditioner.pictures, flags.image or None, flags.clip or None),
         choices=choices,
         names=names,
         size=size,

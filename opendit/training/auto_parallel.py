@@ -175,12 +175,12 @@ class Search:
 
     def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances, held: Collection[str] = ()):
         self.dataset, self.where, self.fixed = dataset, where, flags.given | set(held)
-        settled, _ = flags.resolve(where.world, where.has_gpu)
-        self.asked, _ = fit_captions(settled, dataset, text_before(settled))
+        resolved, _ = flags.resolve(where.world, where.has_gpu)
+        self.asked, _ = fit_captions(resolved, dataset, text_before(resolved))
         self.flags = replace(flags, max_text_tokens=self.asked.max_text_tokens)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
         self.encoders = encoder_bytes(self.asked, self.config, dataset)
-        self.types = self.asked.sequence_types(self.config.sequence_types, settled.attention)
+        self.types = self.asked.sequence_types(self.config.sequence_types, resolved.attention)
         self.refusal: ValueError | None = None
         self.taken: dict[Candidate, bool] = {}
         self.least: tuple[float, Candidate] | None = None
@@ -282,16 +282,16 @@ class Search:
         """Return True if the run would accept the candidate's flags unchanged, except those named in ``open``.
         :attr:`refusal` keeps the first error."""
         try:
-            settled, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
-            plan_model(settled, self.dataset)
+            resolved, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
+            plan_model(resolved, self.dataset)
             check_expert_parallel(self.config, dims_of(candidate, self.where.world))
             tensor = candidate.tensor_parallel_size
-            how = (settled, settled.attention, settled.mixed_precision, self.config, candidate.batch_size)
-            sequence_shape(*how, tensor_parallel=tensor, lora=settled.lora is not None)
+            how = (resolved, resolved.attention, resolved.mixed_precision, self.config, candidate.batch_size)
+            sequence_shape(*how, tensor_parallel=tensor, lora=resolved.lora is not None)
         except ValueError as error:
             self.refusal = self.refusal or error
             return False
-        return all(getattr(settled, name) == value for name, value in asdict(candidate).items() if name not in open)
+        return all(getattr(resolved, name) == value for name, value in asdict(candidate).items() if name not in open)
 
     def setup(self, flags: TrainConfig, batch: int) -> Setup:
         """Return the settings for a memory estimate of a run with these flags and ``batch`` samples at once."""
@@ -393,8 +393,8 @@ def decide(
         flags = replace(flags, recompute=needed, given=flags.given - {"recompute"})
         if flags.parallel != AUTO and flags.card is None:
             held = {each.name for each in fields(Candidate)} - {"recompute", "grad_checkpoint"}
-            settled, _ = flags.resolve(where.world, where.has_gpu)
-            sizes = {"batch_size": settled.batch_size, "grad_accumulation": settled.grad_accumulation}
+            resolved, _ = flags.resolve(where.world, where.has_gpu)
+            sizes = {"batch_size": resolved.batch_size, "grad_accumulation": resolved.grad_accumulation}
             flags = replace(flags, **sizes)
     if flags.parallel != AUTO and not held:
         return fit(flags, dataset, where)
@@ -541,21 +541,21 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
     for candidate in candidates(search, float8):
         changed = replace(search.flags, **candidate)
         try:
-            settled, _ = changed.resolve(where.world, where.has_gpu)
-            config.check_speed(settled.fp8, settled.recompute)
+            resolved, _ = changed.resolve(where.world, where.has_gpu)
+            config.check_speed(resolved.fp8, resolved.recompute)
         except ValueError as error:
             refusal = refusal or error
             continue
-        if any(getattr(settled, name) != candidate[name] for name in ("fp8", "recompute")):
+        if any(getattr(resolved, name) != candidate[name] for name in ("fp8", "recompute")):
             continue  # the run would override this value
-        batch = samples_at_once(settled, config)
-        setup = search.setup(settled, batch)
+        batch = samples_at_once(resolved, config)
+        setup = search.setup(resolved, batch)
         if (count := _fewest_recomputed(changed, config, setup, batch, where)) < config.depth:
-            changed, settled = (replace(each, recompute_blocks=count) for each in (changed, settled))
+            changed, resolved = (replace(each, recompute_blocks=count) for each in (changed, resolved))
             setup = replace(setup, recompute_blocks=count)
         needs = estimate(config, setup, batch)
         memory = where.memory(needs)
-        words = _words(settled)
+        words = _words(resolved)
         if memory > where.capacity:
             too_large.append((memory, words))
             continue
@@ -566,7 +566,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             f"  {memory / GIB:,.2f} of {where.capacity / GIB:,.2f} GiB ({place}) by the estimate: {parts(needs)}",
             f"  {trained_count(config, setup) / 1e6:,.1f} M trained weights, {layers}",
         ]
-        lines += [f"  gives up: {what}" for what in _given_up(settled, config, setup, needs)]
+        lines += [f"  gives up: {what}" for what in _given_up(resolved, config, setup, needs)]
         if too_large:
             more, before = min(too_large)
             lines.append(f"  faster, if it fitted: {before}, {more / GIB:,.2f} GiB")
@@ -588,13 +588,13 @@ def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batc
     """Return the smallest number of recomputed blocks with which a step fits; all blocks if flags fix the number."""
     depth = config.depth
     chosen = {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given or setup.pipeline_parallel > 1
-    if not setup.recomputes_blocks or chosen:
+    if not setup.checkpointed or chosen:
         return depth
 
     def fits(count: int) -> bool:
         return where.memory(estimate(config, replace(setup, recompute_blocks=count), batch)) <= where.capacity
 
-    fewest = max(1, min(depth, setup.streamed))  # streamed blocks are recomputed
+    fewest = max(1, min(depth, setup.streamed_blocks))  # streamed blocks are recomputed
     return fewest + bisect.bisect_left(range(fewest, depth), True, key=fits)
 
 
@@ -626,7 +626,7 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"
-    if setup.recomputes_blocks:
+    if setup.checkpointed:
         again = config.depth - setup.kept_blocks(config.depth)
         yield f"time: {again} of {config.depth} blocks are computed again in the backward pass"
     elif flags.recompute != "none":

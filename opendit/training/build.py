@@ -20,7 +20,7 @@ from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a
 from opendit.common.safe_files import WriteFailures, remove, write_whole
 from opendit.common.utils import collection_paused
 from opendit.config.flags import to_dict
-from opendit.config.names import BUT_ATTENTION, PLUGINS
+from opendit.config.names import PLUGINS
 from opendit.data import BatchIterator, build_loader
 from opendit.kernels.base_precision import store_base
 from opendit.kernels.fp8 import keep_weights
@@ -42,7 +42,7 @@ from opendit.training.micro_batch import Packing, SampleInputs
 from opendit.training.monitor import LOGGERS, Monitor, Pace, StepLog
 from opendit.training.profiling import StepProfiler
 from opendit.training.run import Batches, PeriodicWork, Run, TrainedNetwork
-from opendit.training.runners import EagerPasses, build_runner
+from opendit.training.runners import MicroBatchPasses, build_runner
 from opendit.training.summary import announce, announce_memory, summarise
 from opendit.training.validation import Validation
 
@@ -106,8 +106,7 @@ def build_model_and_engine(run: Run) -> Engine:
         muon=muon,
         eight_bits=flags.optimizer == "adamw8bit",
     )
-    recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
-    if run.lora is not None and not cut and not recomputed and run.kernels.ops.float8:
+    if run.lora is not None and not cut and not flags.checkpointed and run.kernels.ops.float8:
         keep_weights(model)  # costs no memory: the backward pass also needs all casts
     return engine
 
@@ -230,7 +229,7 @@ class Evaluation(Protocol):
 
 
 def build_network(
-    run: Run, make_inputs: Callable[..., SampleInputs], make_passes: Callable[..., EagerPasses], pace: Pace
+    run: Run, make_inputs: Callable[..., SampleInputs], make_passes: Callable[..., MicroBatchPasses], pace: Pace
 ) -> TrainedNetwork:
     """Build a network and the objects that train it. A resumed run loads its checkpoint."""
     flags, mesh, config = run.flags, run.mesh, run.model_config
@@ -306,7 +305,7 @@ def build(
     run: Run,
     supervisor: Supervisor,
     make_inputs: Callable[..., SampleInputs],
-    make_passes: Callable[..., EagerPasses],
+    make_passes: Callable[..., MicroBatchPasses],
     evaluation: Evaluation | None = None,
 ) -> Iterator[None]:
     """Build a prepared run and print its summary. On exit, close the run, even after an error.

@@ -191,7 +191,7 @@ class SkippedSteps:
     def look(self, done: int, result: StepResult) -> None:
         """Check whether the last step was skipped. The host waits for the device. Raises FloatingPointError after too
         many skipped steps in a row."""
-        told = self.failing
+        was_failing = self.failing
         in_a_row = int(self._engine.skipped_in_a_row)
         self.skipping = in_a_row > 0
         self.failing = self.skipping and not float(result.loss_scale) > 1
@@ -201,7 +201,7 @@ class SkippedSteps:
                 f"{self.diagnosis.find(gradients=True)}; try a lower --lr, --mixed_precision bf16, or --load an "
                 "earlier checkpoint"
             )
-        if self.failing and not told and self.diagnosis.harmless:
+        if self.failing and not was_failing and self.diagnosis.harmless:
             cause = self.diagnosis.find(gradients=False)
             if self._engine.mesh.is_main:
                 logger.warning(f"step {done}: skipped, its gradients were not finite: {cause}")

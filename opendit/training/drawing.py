@@ -24,7 +24,6 @@ from opendit.parallel.pipeline import PipelineForward
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.sampling.model_loading import guidance_of, usual_settings
 from opendit.sampling.sampling_engine import SamplingEngine
-from opendit.training import monitor as monitoring
 from opendit.training.run import Run, example_captions, example_embeddings
 
 logger = logging.getLogger(__name__)
@@ -46,12 +45,11 @@ class EMASampler:
         The model goes to rank 0 and the ranks that share its samples, or to all ranks with ``everywhere``. Other ranks
         get None. Memory for drawing does not count in the training's peak.
         """
-        run, trained = self._run, monitoring.allocated_gib()
-        model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
-        streamed = run.engine.streamed
-        with run.ema.applied(model), run.engine.autocast(), streamed.sampling() if streamed else nullcontext():
-            yield model
-        run.monitor.forget_drawing(trained)
+        run, streamed = self._run, self._run.engine.streamed
+        with run.monitor.memory_not_counted():
+            model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
+            with run.ema.applied(model), run.engine.autocast(), streamed.sampling() if streamed else nullcontext():
+                yield model
         run.mesh.barrier()
 
     def _model(self) -> DiT:
@@ -72,7 +70,7 @@ class EMASampler:
         model = model.place(mesh.device, engine.dtype)
         for name, parameter in model.named_parameters():
             if frozen is not None and name not in engine.shapes:  # frozen weights have no averages
-                values = frozen(name, engine.parts.local(name))
+                values = frozen(name, engine.tensor_layout.local(name))
                 if name in stored:
                     stored[name].store(parameter.data, values, lambda largest: largest)
                 else:

@@ -165,7 +165,7 @@ def _encoders(run: Run) -> dict[str, str | None]:
     about = run.dataset.describe()
     if about.kind == "pixels":
         vae = "none" if run.vae == "none" else _network(vae_folder(run.vae))
-    if getattr(run.conditioner, "encoder", None) is not None and about.text_encoder is None:
+    if run.conditioner.encoder is not None and about.text_encoder is None:
         name = cast(str, run.flags.text_encoder)
         if family_in(run.flags.model):
             found = Path(name).expanduser().iterdir()
@@ -267,9 +267,9 @@ def warmup_of(stored: dict[str, Any]) -> float:
 def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
     """Return a line for each difference between a checkpoint's fingerprint ``stored`` and the present one. The line
     says what the difference means for the loss curve after ``step``."""
-    told = [_told_together(stored, now), *(_line(name, stored, now, step) for name in now)]
-    gone = [name for name in stored.keys() - now.keys() - SHOWN_ONLY - OBJECTIVE_FLAGS.keys()]
-    lines = [line for line in told if line]
+    found = [_data_line(stored, now), *(_line(name, stored, now, step) for name in now)]
+    gone = stored.keys() - now.keys() - SHOWN_ONLY - OBJECTIVE_FLAGS.keys()
+    lines = [line for line in found if line]
     lines += [f"{_called(name)} was {_shown(stored[name])}, and is not known here: {CURVE}" for name in sorted(gone)]
     lines += _not_recorded(stored, now)
     return [f"resume: {line}" for line in lines]
@@ -290,7 +290,7 @@ def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
 
 
-def _told_together(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
+def _data_line(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
     if "data" not in stored:
         return None
     if stored.get("samples") != now["samples"]:

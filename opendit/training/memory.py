@@ -115,35 +115,40 @@ class Setup:
     def gathers_float8(self) -> bool:
         """True if the ranks store and gather the weights of float8 products in float8."""
         asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8 and self.base_precision == "bf16"
-        return asked and self.world > 1 and not self.compiled and not self.streamed
+        return asked and self.world > 1 and not self.compiled and not self.streamed_blocks
 
     @property
-    def offloaded(self) -> str:
+    def offloaded_state(self) -> str:
         """Kind of state that --offload keeps in host memory, one of ``OFFLOAD``."""
         return parse_offload(self.offload, self.lora is not None)[0]
 
     @property
-    def streamed(self) -> int:
+    def streamed_blocks(self) -> int:
         """Number of blocks in host memory. For all blocks, it may exceed the model's depth."""
         return parse_offload(self.offload, self.lora is not None)[1]
 
     @property
     def hosted(self) -> bool:
         """True if host memory holds a rank's shards of blocks instead of complete blocks (opendit/parallel/fsdp.py)."""
-        return self.streamed > 0 and self.plugin == "fsdp" and self.alike > 1
+        return self.streamed_blocks > 0 and self.plugin == "fsdp" and self.loss_ranks > 1
 
     @property
-    def alike(self) -> int:
-        """Number of ranks that hold equal slices of every layer, and divide a slice's state."""
+    def loss_ranks(self) -> int:
+        """Number of ranks that hold equal slices of every layer: the size of the mesh's group "loss"."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
-    def recomputes_blocks(self) -> bool:
+    def state_ranks(self) -> int:
+        """Number of ranks that divide a slice's state."""
+        return self.loss_ranks // (self.replicate if self.plugin == "fsdp" else 1)
+
+    @property
+    def checkpointed(self) -> bool:
         """True if blocks are recomputed, perhaps except their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
-        if not self.recomputes_blocks:
+        if not self.checkpointed:
             return depth
         return 0 if self.recompute_blocks is None else max(0, depth - self.recompute_blocks)
 
@@ -157,7 +162,7 @@ class Setup:
     @property
     def execution(self) -> Execution:
         """Settings for the memory terms of an architecture's plan."""
-        level = "none" if self.recomputes_blocks else self.recompute
+        level = "none" if self.checkpointed else self.recompute
         return Execution(self.fused, self.autocast, self.fp8, level, self.sequence_parallel)
 
 
@@ -221,7 +226,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
 
 def _estimate_whole(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of ddp, zero2 and gemini."""
-    size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
+    size, ranks, (model, _) = BYTES[setup.precision], setup.loss_ranks, held_counts(config, setup)
     trained = trained_count(config, setup)
     parameters = model + (0 if setup.lora is None else trained)
     fp32 = 4 * trained
@@ -278,7 +283,7 @@ def muon_flops(config: DiTConfig) -> int:
 
 
 def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    ranks, size = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1), BYTES[cast(str, setup.muon)]
+    ranks, size = setup.state_ranks, BYTES[cast(str, setup.muon)]
     matrices = matrix_count(config)
     copies = 1 if setup.plugin == "ddp" else ranks
     moments = needs.states["moments"] - 4 * matrices / copies
@@ -294,7 +299,9 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
 
 def in_eight_bits(setup: Setup) -> Setup:
     """Return the setup with AdamW's moments in 8 bits, or unchanged if the settings do not allow them."""
-    possible = setup.plugin != "gemini" and setup.muon is None and setup.offloaded != "state" and setup.lora is None
+    possible = (
+        setup.plugin != "gemini" and setup.muon is None and setup.offloaded_state != "state" and setup.lora is None
+    )
     return replace(setup, eight_bits=True) if possible else setup
 
 
@@ -302,7 +309,7 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
     """Change an estimate to 8-bit moments, plus an fp32 buffer in which a few tensors' moments are decoded."""
     weights = needs.states["moments"] / 8
     shapes = model_shapes(config)[0].values() if setup.lora is None else ()
-    copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
+    copies = 1 if setup.plugin == "ddp" else setup.state_ranks
     largest = max(map(math.prod, shapes), default=0) / copies
     decoded = 8 * min(weights, DECODED + largest)
     states = needs.states | {"moments": 2 * (1 + 4 / UNIT) * weights}
@@ -345,11 +352,6 @@ def trained_count(config: DiTConfig, setup: Setup) -> int:
     return lora_parameters(config, setup.lora, setup.tensor_parallel)
 
 
-# Number of gathered blocks if fsdp frees each block after use: the current block, and blocks gathered ahead. The
-# current block's communication buffer is freed before the block computes.
-GATHERED = 1 + PREFETCHED
-
-
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of FSDP2.
 
@@ -360,7 +362,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     The backward pass begins with the last block and ends with the first. A public model's blocks may differ, so each
     end counts its own block: FLUX.1's first block has 2.4 times the weights of its last.
     """
-    size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
+    size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.state_ranks
     model, block = held_counts(config, setup)
     trained = trained_count(config, setup)
     frozen = 0 if setup.lora is None else model
@@ -371,7 +373,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     gradients = share - (of_streamed(config, setup)[0] if setup.hosted and setup.lora is None else 0)
     activations = others + at_the_start
     states = {"moments": 2 * share, "averages": setup.averages * share}
-    if setup.alike == 1:  # not sharded: weights in the forward pass's precision, and fp32 masters
+    if setup.loss_ranks == 1:  # not sharded: weights in the forward pass's precision, and fp32 masters
         states["weights"] = size * (trained + frozen) - saved(config, setup)
         states["masters"] = 0 if setup.precision == "fp32" else share
         last_block = max(0, last_block - size * trained * block / model)  # the first block's gradients do not exist yet
@@ -384,7 +386,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
-    kept = size * own * (1 if setup.recomputes_blocks else config.depth)
+    kept = size * own * (1 if setup.checkpointed else config.depth)
     trained_block = (block + own) * trained / (trained + frozen)
     if setup.accumulate and setup.keep_gradients:  # gradients are reduced after the last micro-batch
         before = after = reduced * trained + size * trained_block
@@ -436,19 +438,18 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
 
 def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
     """Return a rank's bytes of offloaded blocks in host memory, and the bytes of its ring buffer on the device."""
-    if not setup.streamed:
+    if not setup.streamed_blocks:
         return 0, 0
     size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
     sizes = _block_bytes(config, setup.base_precision, size)
-    host, ring = blocks_of(sizes, setup.streamed, None if setup.hosted else setup.recompute_blocks)
-    ranks = setup.alike // setup.replicate
+    host, ring = blocks_of(sizes, setup.streamed_blocks, None if setup.hosted else setup.recompute_blocks)
     # fsdp needs no ring: a shard's copy on the device is freed before the block computes
-    return (host / ranks, 0) if setup.hosted else (host, ring)
+    return (host / setup.state_ranks, 0) if setup.hosted else (host, ring)
 
 
 def _host_gradients(config: DiTConfig, setup: Setup) -> float:
     """Return the host bytes for offloaded blocks' gradients. torch rounds page-locked tensors up to powers of 2."""
-    ranks, numbers = setup.alike // setup.replicate, spread_numbers(config.depth, setup.streamed)
+    ranks, numbers = setup.state_ranks, spread_numbers(config.depth, setup.streamed_blocks)
     prefixes = tuple(f"blocks.{number}." for number in numbers)
     shapes = (shape for name, shape in model_shapes(config)[0].items() if name.startswith(prefixes))
     return sum(next_power_of_2(4 * -(-shape[0] // ranks) * math.prod(shape[1:])) for shape in shapes)
@@ -467,7 +468,7 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
 
 
 def _offloaded(needs: Estimate, setup: Setup) -> Estimate:
-    host = {name: size for name, size in needs.states.items() if name in OFFLOADED[setup.offloaded]}
+    host = {name: size for name, size in needs.states.items() if name in OFFLOADED[setup.offloaded_state]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
     return replace(needs, states=states, host=host)
@@ -557,15 +558,15 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     if fits():
         return None
     if setup.plugin != "gemini" and not setup.grad_checkpoint:
-        parts = ("norms", "cheap", "half", "mlp") if config.recompute and not setup.fp8 else ()
+        parts = ("norms", "cheap", "half", "mlp") if config.recomputable and not setup.fp8 else ()
         for level in (*parts, BUT_ATTENTION):
             if not setup.compiled and fits(recompute=level):
                 return f"--recompute {level}"
     if fits(grad_checkpoint=True, recompute="none"):
         return "--grad_checkpoint"
-    if setup.plugin == "fsdp" and not setup.streamed:
+    if setup.plugin == "fsdp" and not setup.streamed_blocks:
         sharing = setup.sequence_parallel * setup.tensor_parallel * setup.expert_parallel * setup.pipeline_parallel
-        more = (BLOCKS,) if setup.alike > sharing == 1 else ()
+        more = (BLOCKS,) if setup.loss_ranks > sharing == 1 else ()
         ways = ("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))
         for offloads in (("average", "state"), more):
             for (flags, changes), offload in itertools.product(ways, offloads):
@@ -579,8 +580,8 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
         return "--optimizer adamw8bit"
 
     def shared(world: int) -> str | None:
-        alike = world // (setup.tensor_parallel * setup.pipeline_parallel)
-        sizes = [size for size in range(setup.sequence_parallel + 1, alike + 1) if alike % size == 0]
+        ranks = replace(setup, world=world).loss_ranks
+        sizes = [size for size in range(setup.sequence_parallel + 1, ranks + 1) if ranks % size == 0]
         for flag, changes in (("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))):
             for size in sizes:
                 if fits(world=world, sequence_parallel=size, **changes):
@@ -618,14 +619,14 @@ def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
 
 def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
     """Return the line on memory that train.py prints. capacity: bytes of the GPU; None on a CPU."""
-    settled = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
-    needs = estimate(config, settled, batch)
+    resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
+    needs = estimate(config, resolved, batch)
     if capacity is None:  # no ring buffer on a CPU
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
     text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs, 0 if capacity is None else LIBRARIES)}"
-    if setup.plugin == "fsdp" and setup.alike > 1:
-        text += f" (--reshard {settled.reshard})"
+    if setup.plugin == "fsdp" and setup.loss_ranks > 1:
+        text += f" (--reshard {resolved.reshard})"
     if setup.recompute != "none":
         text += f" (--recompute {setup.recompute})"
     if setup.recompute_blocks is not None:
@@ -717,7 +718,7 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
     if not state or needed <= USABLE_OF_A_HOST * there:
         return
     less = ["state", "average", "none"] if setup.plugin == "fsdp" else ["none"]
-    if setup.streamed:
+    if setup.streamed_blocks:
         room = USABLE_OF_A_HOST * there / ranks - buffers
         every = [f"{BLOCKS}:{count}" for count in range(1, config.depth + 1)]
         less = [*[other for other in every if host(other) <= room][-1:], *less]

@@ -75,13 +75,12 @@ class MicroBatch(NamedTuple):
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Return the network's arguments for noised samples x_t at the network's times (B,)."""
-        more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
-        more |= {} if self.dropped is None else {"dropped": self.dropped}
-        more |= {} if self.alignment is None else {"aligned": True}
-        more |= {"uncertain": True} if self.uncertain else {}
-        return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
+        more = _only_set(
+            kept=self.kept, dropped=self.dropped, aligned=self.alignment is not None, uncertain=self.uncertain
+        )
+        return (with_given(x_t, self.given), self.network_times(timestep)), {"y": self.condition, **more}
 
-    def told(self, timestep: Tensor) -> Tensor:
+    def network_times(self, timestep: Tensor) -> Tensor:
         """Return the network's times: ``timestep`` (B,), or one per frame (B, T) with conditioning frames in place."""
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
@@ -113,24 +112,22 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def of(
-        cls, x0: Tensor, t: Tensor, noise: Tensor, y: Condition, given: Tensor | None, in_place: bool, *more: Any
+        cls, x0: Tensor, t: Tensor, noise: Tensor, y: Condition, given: Tensor | None, in_place: bool, **more: Any
     ) -> "MicroBatch":
         """Make a micro-batch. Conditioning frames in place get noise = x0, so that x_t = x0 at every time."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
-        return cls(x0, t, noise, y, given, in_place, *more)
+        return cls(x0, t, noise, y, given, in_place, **more)
 
     def clone(self) -> "MicroBatch":
         """Return a copy of all tensors. The copy's captions count as padded if any caption is padded."""
-        x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
-        alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
-        dropped = None if self.dropped is None else y.pop()
-        kept = None if self.kept is None else y.pop()
-        given = None if self.given is None else y.pop()
-        if isinstance(self.condition, Tensor):
-            return MicroBatch(x0, t, noise, y[0], given, self.in_place, kept, dropped, alignment, self.uncertain)
-        condition = TextCondition(*y, shortest=y[0].shape[1] * self.full)
-        return MicroBatch(x0, t, noise, condition, given, self.in_place, kept, dropped, alignment, self.uncertain)
+        copies: dict[str, Any] = {n: value.clone() for n, value in self._asdict().items() if isinstance(value, Tensor)}
+        if isinstance(self.condition, TextCondition):
+            texts = [tensor.clone() for tensor in self.condition.tensors()]
+            copies["condition"] = TextCondition(*texts, shortest=texts[0].shape[1] * self.full)
+        if self.alignment is not None:
+            copies["alignment"] = self.alignment._replace(features=self.alignment.features.clone())
+        return self._replace(**copies)
 
 
 @dataclass(frozen=True)
@@ -169,9 +166,7 @@ class PackedMicroBatch:
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Return the network's arguments, with one time per segment, (S,)."""
         inputs = with_given(x_t, self.given), timestep[self._placed.offsets[:-1]]
-        more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
-        more |= {} if self.dropped is None else {"dropped": self.dropped}
-        more |= {"uncertain": True} if self.uncertain else {}
+        more = _only_set(kept=self.kept, dropped=self.dropped, uncertain=self.uncertain)
         return inputs, {"y": self.condition, "segments": self.segments, **more}
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
@@ -194,6 +189,11 @@ class PackedMicroBatch:
             owners = self.segments.place(marked.device).sample_of_row[marked.reshape(tokens, -1).any(dim=1)]
             return owners.unique().tolist()
         return _rows_of(marked.reshape(count, -1)) if marked.dim() and len(marked) == count else list(range(count))
+
+
+def _only_set(**arguments: Any) -> dict[str, Any]:
+    """Leave out arguments that are None or False, because not every network has them."""
+    return {name: value for name, value in arguments.items() if value is not None and value is not False}
 
 
 def _rows_of(marked: Tensor) -> list[int]:
@@ -301,7 +301,7 @@ class Packing:
             given.append(inputs.given(x0[-1], batch.step, index[part]))
         segments = self.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
         segments, kept, dropped = self.route(segments, inputs, batch.step, index)
-        shares = self.shares(batch.weights, len(index), batch.segments_in_step)
+        shares = self.shares(len(index), batch.samples_in_step)
         return PackedMicroBatch(
             self.patches(x0),
             inputs.objective.times(inputs.seed, batch.step, index, segments.lengths),
@@ -310,9 +310,9 @@ class Packing:
             segments,
             shares.to(inputs.device, non_blocking=True),
             None if given[0] is None else self.patches(given),
-            kept,
-            dropped,
-            inputs.uncertain,
+            kept=kept,
+            dropped=dropped,
+            uncertain=inputs.uncertain,
         )
 
     def route(
@@ -343,14 +343,10 @@ class Packing:
         left = self.tokens - sum(map(len, found))
         return torch.cat([*found, found[0].new_zeros(left, *found[0].shape[1:])])
 
-    def shares(self, weights: Tensor | None, samples: int, segments_in_step: int) -> Tensor:
-        """Return each segment's weight in the micro-batch's loss, (S,) float32.
-
-        With these weights, the mean over ranks and micro-batches is the mean over the step's samples, even if
-        micro-batches differ in size. weights: (S,) weights of the samples' losses; None for 1.
-        """
-        weights = torch.ones(samples) if weights is None else weights.float()
-        return weights * (self.micro_batches / segments_in_step)
+    def shares(self, samples: int, samples_in_step: int) -> Tensor:
+        """Return each segment's weight in the micro-batch's loss, (S,) float32. With these weights, the mean over ranks
+        and micro-batches is the mean over the step's samples, even if micro-batches differ in size."""
+        return torch.full((samples,), self.micro_batches / samples_in_step)
 
 
 def same_size(samples: Sequence[Tensor]) -> list[slice]:

@@ -377,7 +377,7 @@ def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
         keep_gathered=resolved.reshard == "never",
         keep_gradients=cast(bool, resolved.keep_gradients),  # resolve_sharding has replaced None
         gather_float8=setup.gathers_float8,
-        hosted=setup.streamed,
+        hosted=setup.streamed_blocks,
     )
 
 

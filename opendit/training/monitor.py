@@ -197,19 +197,19 @@ class MemoryPressure:
     LINES = 2  # single retries are normal, in the first steps or when a sample grid is drawn
 
     def __init__(self, retries: Callable[[], int] = allocation_retries):
-        self._retries, self._before, self._lines, self._said = retries, None, 0, False
+        self._retries, self._before, self._lines, self._noted = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
         """Return a note, once, if memory is nearly full. Call this for each line of the log. steps: number of steps
         since the last line."""
         now, before = self._retries(), self._before
         self._before = now
-        if self._said or before is None:
+        if self._noted or before is None:
             return None
         self._lines = self._lines + 1 if now > before else 0
         if self._lines < self.LINES:
             return None
-        self._said = True
+        self._noted = True
         return (
             f"note: the GPU's memory is nearly full: in the last {steps} steps torch had to free memory kept for "
             f"reuse {now - before} times, and training waited for it; a smaller --batch_size, --recompute cheap or, "
@@ -266,7 +266,7 @@ class Monitor:
         self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         self._steps, self._since = 0, time.perf_counter()
         self._samples, self.bytes_read, self._flops = 0, 0, 0.0
-        self._peak_gib = 0.0  # peak memory before the last drawing
+        self._peak_gib = 0.0  # peak memory before the last drawing or validation
         self._pressure = MemoryPressure()
         self._lines, self._last_step = 0, last_step
         self.last: dict[str, Any] = {}
@@ -303,10 +303,13 @@ class Monitor:
         if self.mesh.is_main:
             self._bar.update()
 
-    def forget_drawing(self, trained: float) -> None:
-        """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing. trained: the peak
-        before the drawing, in GiB. This peak is kept, because a CUDA graph allocates memory only once."""
-        self._peak_gib = max(self._peak_gib, trained)
+    @contextlib.contextmanager
+    def memory_not_counted(self) -> Iterator[None]:
+        """Exclude the block's memory from the run's peak. The peak before the block is kept, because a CUDA graph
+        allocates memory only once."""
+        before = allocated_gib()
+        yield
+        self._peak_gib = max(self._peak_gib, before)
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
@@ -442,9 +445,8 @@ def resident_gib() -> float:
 
 
 SLOW = 1.5  # a rank is slow at this multiple of all other ranks' median time
-LOSS = 0.1  # warn if a slow rank costs this fraction of a step
-# and this many seconds between two lines of the log
-LEAST_S = 1.0
+# Warn if a slow rank costs this fraction of a step, and this many seconds between two lines of the log.
+LOST_SHARE, LOST_S = 0.1, 1.0
 REPEAT = 20  # lines of the log until the warning is repeated
 TIMED = 32  # number of forward passes, the last ones before a line of the log, to average
 
@@ -497,7 +499,7 @@ class Pace:
         slowest = max(range(len(own)), key=own.__getitem__)
         usual = median(own[:slowest] + own[slowest + 1 :])
         lost = own[slowest] - usual
-        slow = own[slowest] > SLOW * usual and lost > LOSS * length / steps and lost * steps > LEAST_S
+        slow = own[slowest] > SLOW * usual and lost > LOST_SHARE * length / steps and lost * steps > LOST_S
         self._lines += 1
         if slow and (self._named != slowest or self._lines >= REPEAT):
             data, _, host = ranks[slowest]

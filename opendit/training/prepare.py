@@ -31,6 +31,7 @@ from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.encoders.vision import CachedTeacher, PictureTokens, VisionTeacher
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
+from opendit.models.conditioning import Condition
 from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
 from opendit.models.finetuning import A, Lora, lora_layers
@@ -78,8 +79,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     check_installed()
     if flags.deterministic:
         make_deterministic()
-    dataset = everything = open_data(flags)
-    dataset, validation = held_out(flags, dataset)
+    everything = open_data(flags)
+    dataset, validation = held_out(flags, everything)
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
 
@@ -88,10 +89,10 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         notes.append(f"--load latest: no checkpoint of {flags.model} under {flags.outputs}, starting afresh")
     flags = _lora_of_resume(_both_of_resume(flags, resume), resume, mesh.world_size)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
-    notes = notes + of_captions
+    notes += of_captions
     plan = plan_model(flags, dataset, resume)
-    flags, notes = plan.flags, notes + plan.notes
-    config, objective, vae = plan.config, plan.objective, plan.vae
+    flags, config, objective, vae = plan.flags, plan.config, plan.objective, plan.vae
+    notes += plan.notes
     if config.given_beside and isinstance(dataset, MockDataset):
         raise ValueError(f"--data_path mock: has no first frames, which {flags.model} takes; give clips")
 
@@ -123,22 +124,13 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         notes.append(saved_by_adaln_lora(config))
 
     codec = _codec(flags, dataset, vae, mesh, notes)
-    # A public model's text encoders may be larger than the model, so sample grids use cached embeddings.
-    drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
-    conditioner = _conditioner(flags, config, dataset, mesh, drawn or bool(flags.sample_prompts))
-    prompts = None
-    if flags.sample_prompts and isinstance(conditioner, CaptionConditioner):
-        captions = read_prompts(flags.sample_prompts, "--sample_prompts")
-        prompts = captions, conditioner.encode(captions)
-    if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
-        conditioner.encoder = None  # frees memory for the model
+    conditioner, prompts = _conditioning(flags, config, dataset, mesh, codec is not None)
     if mesh.is_main:
-        notes += _notes_of_data(everything, validated_apart, config, getattr(conditioner, "encoder", None))
+        notes += _notes_of_data(everything, validated_apart, config, conditioner.encoder)
     teacher = None if flags.repa is None else _teacher(flags, config, mesh)
 
-    dtype, head_dim = PRECISIONS[flags.mixed_precision], config.hidden_size // config.num_heads
-    packs = flags.pack_tokens is not None
-    kernels = select_kernels(flags, mesh.device, dtype, head_dim, config.tokens, packs=packs)
+    dtype, packs = PRECISIONS[flags.mixed_precision], flags.pack_tokens is not None
+    kernels = select_kernels(flags, mesh.device, dtype, config.head_dim, config.tokens, packs=packs)
     kernels = agree_on_attention(kernels, stored.get("attention"), flags, config, mesh, notes)
     fused = kernels.ops.linear_gate_residual_layernorm_modulate is not None
     memory = replace(setup, fused=fused, fp8=kernels.ops.float8)
@@ -296,9 +288,8 @@ def agree_on_attention(
     if flags.deterministic and mesh.device.type == "cuda" and {"auto", "cudnn"} & {backend, stored}:
         wanted, why = "flash" if dtype in HALF else "efficient", "--deterministic"
     if (flags.enable_flashattn or flags.deterministic) and wanted not in (None, "auto", backend):
-        head_dim = config.hidden_size // config.num_heads
         try:
-            backend, _ = resolve_attention(wanted, mesh.device, dtype, head_dim, config.tokens, tiled=True)
+            backend, _ = resolve_attention(wanted, mesh.device, dtype, config.head_dim, config.tokens, tiled=True)
             note = f"{backend}: {why}"
         except ValueError as error:
             notes.append(f"attention is not {wanted} ({why}), so this run continues within rounding: {error}")
@@ -346,6 +337,22 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
     ]
 
 
+def _conditioning(
+    flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, decodes: bool
+) -> tuple[Conditioner, tuple[list[str], Condition] | None]:
+    """Return the conditioner, and the captions of --sample_prompts with their conditions. decodes: True if a VAE is
+    loaded."""
+    # A public model's text encoders may be larger than the model, so sample grids use cached embeddings.
+    drawn = flags.evaluate_every > 0 if family_in(flags.model) else decodes
+    conditioner, prompts = _conditioner(flags, config, dataset, mesh, drawn or bool(flags.sample_prompts)), None
+    if flags.sample_prompts and isinstance(conditioner, CaptionConditioner):
+        captions = read_prompts(flags.sample_prompts, "--sample_prompts")
+        prompts = captions, conditioner.encode(captions)
+    if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
+        conditioner.encoder = None  # frees memory for the model
+    return conditioner, prompts
+
+
 def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool) -> Conditioner:
     """Make the conditioner. A frozen text encoder is loaded if samples are ``drawn`` or captions are not cached."""
     if config.text is None:
@@ -356,14 +363,14 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
     empty = empty and [part.unsqueeze(0) for part in empty]
     needed = drawn or empty is None
     if isinstance(config, PublicConfig):
-        told, published, family = embedded_guidance(config), None, family_of(config.family)
+        guidance, published, family = embedded_guidance(config), None, family_of(config.family)
         if needed and not isinstance(dataset, MockDataset):
             published = load_published_text(Path(name).expanduser(), family, dtype=torch.bfloat16, **how)
         trim = family.text.padding == "remove"
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
         encodes = width and not mock and dataset.describe().first_frames is None  # the cache may hold tokens
         pictures = PictureTokens(Path(name), width, mesh.device) if encodes else None
-        return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
+        return PublishedConditioner(config.text, mesh.device, published, guidance, empty, trim, pictures)
     # random latents (mock) come with random embeddings
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32

@@ -360,8 +360,8 @@ class Run:
             return initial
         classes = self.dataset.describe().class_names
         start = adapt(model, self.initial, self.initial_config, classes, fresh=initial.whole)
-        told = [f"--pretrained: {line}" for line in start.describe()]
-        self.notes += [line for line in told if line not in self.notes]
+        lines = [f"--pretrained: {line}" for line in start.describe()]
+        self.notes += [line for line in lines if line not in self.notes]
         if self.lora is not None:
             add_lora(model, self.lora, start.untrained, seed)
             initial = InitialValues(model, seed)
@@ -371,6 +371,7 @@ class Run:
 
     def info(self) -> dict[str, Any]:
         """Return the metadata of this run's weights files."""
+        discrete = isinstance(self.objective, FlowObjective) and self.objective.discrete_times
         return {
             "model": self.flags.model,
             "config": self.model_config.to_dict(),
@@ -379,7 +380,7 @@ class Run:
             "captions": example_captions(self.dataset),
             "vae": _path_or_name(self.vae),
             "text_encoder": _path_or_name(self.flags.text_encoder),
-            **({"sampler": "unipc"} if getattr(self.objective, "discrete_times", False) else {}),
+            **({"sampler": "unipc"} if discrete else {}),
             "image_size": self.flags.image_size,
             "frame_interval": self.flags.frame_interval,
             **({"fps": self.flags.fps} if self.flags.fps is not None else {}),
@@ -395,7 +396,7 @@ class Run:
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
         # count a step's samples once
-        samples = batch.segments_in_step if batch.micro == 0 else 0
+        samples = batch.samples_in_step if batch.micro == 0 else 0
         self.monitor.count(samples, self.flops.of(micro_batch))
 
     def due(self, stopping: bool) -> Due:

@@ -34,9 +34,9 @@ GRAPH_WARMUP = 3  # micro-batches before a recording, in which kernels compile a
 logger = logging.getLogger(__name__)
 
 
-class EagerPasses(Protocol):
-    """Interface of ``train.EagerPasses``: a micro-batch's passes without a CUDA graph. A step's loss is the mean over
-    its ``micro_batches`` micro-batches."""
+class MicroBatchPasses(Protocol):
+    """Interface of ``EagerPasses`` in train.py: a micro-batch's passes without a CUDA graph. A step's loss is the mean
+    over its ``micro_batches`` micro-batches."""
 
     @property
     def engine(self) -> Engine: ...
@@ -70,6 +70,7 @@ class Runner(ABC):
         """
 
     def train_step(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> StepResult:
+        """Make a complete step without a :class:`~opendit.training.run.Run`, for tests and benchmarks."""
         loss = self.passes(micro_batches)
         return replace(self.engine.step(), loss=self.engine.mesh.sum(loss, "pp"))
 
@@ -89,7 +90,7 @@ class Runner(ABC):
 class EagerRunner(Runner):
     """Runner that launches a micro-batch's kernels one by one."""
 
-    def __init__(self, eager: EagerPasses, note: str = ""):
+    def __init__(self, eager: MicroBatchPasses, note: str = ""):
         self.eager, self.engine, self.note = eager, eager.engine, note
 
     def passes(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> Tensor:
@@ -138,7 +139,7 @@ class CUDAGraphRunner(EagerRunner):
     ``eager`` must not wait for the device, and only the micro-batch may change between replays.
     """
 
-    def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
+    def __init__(self, eager: MicroBatchPasses, recorder: GraphRecorder):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
         self._in_graph = False  # True if a recorded graph can add to the step's gradients
@@ -207,21 +208,21 @@ class PipelineRunner(Runner):
         self._actions = make_schedule(self.stages.schedule, self.stages.rank, self.stages.ranks, micro_batches)
 
     def passes(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        passes = Passes(self, micro_batches, self.micro_batches)
+        passes = StagePasses(self, micro_batches, self.micro_batches)
         self._execute(self._actions, passes)
         passes.check_number()
         return passes.loss
 
-    def _execute(self, actions: list[Action], passes: "Passes") -> None:
+    def _execute(self, actions: list[Action], passes: "StagePasses") -> None:
         execute(actions, self._links, self.stages.chunks, passes.compute, passes.key_of)
 
     def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
-        passes = Passes(self, [micro_batch], 1, last=last)
+        passes = StagePasses(self, [micro_batch], 1, last=last)
         self._execute(one_by_one(self.stages.chunks, self.stages.ranks, 1), passes)
         return self.engine.mesh.sum(passes.loss, "pp")
 
     def losses(self, micro_batch: MicroBatch) -> Tensor:
-        passes = Passes(self, [micro_batch], 1)
+        passes = StagePasses(self, [micro_batch], 1)
         forwards = one_by_one(self.stages.chunks, self.stages.ranks, 1, backward=False)
         with torch.no_grad():
             self._execute(forwards, passes)
@@ -229,7 +230,7 @@ class PipelineRunner(Runner):
         return self.engine.mesh.sum(losses.float(), "pp")
 
 
-class Passes:
+class StagePasses:
     """The passes of this rank's model chunks for a step's ``number`` micro-batches.
 
     Attributes:
@@ -278,7 +279,7 @@ class Passes:
         x = with_given(prepared.x_t, micro_batch.given) if tokens is None else tokens
         shape = tuple(micro_batch.x0.shape)
         with self._engine.micro_batch(last=False):
-            times = micro_batch.told(prepared.timestep)
+            times = micro_batch.network_times(prepared.timestep)
             output = self._engine.forward(x, times, y=micro_batch.condition, chunk=action.chunk, shape=shape)
         result, root = output, output
         if self._stages.last and action.chunk == self._stages.chunks - 1:
@@ -301,7 +302,7 @@ class Passes:
         return None if tokens is None else tokens.grad
 
 
-def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False) -> Runner:
+def build_runner(eager: MicroBatchPasses, *, graph: bool = False, packs: bool = False) -> Runner:
     """Return a runner for pipelines, for CUDA graphs, or for eager passes. graph: True to use CUDA graphs if possible.
     packs: True with --pack_tokens."""
     engine = eager.engine

@@ -202,13 +202,13 @@ class _Step:
         elementwise = self.depth * units * self.unit / self.sharing / self.hardware.memory
         again, share = AGAIN.get(setup.recompute, (0, 0))
         recomputed = self.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
-        if setup.recomputes_blocks:
+        if setup.checkpointed:
             share = 1 - setup.kept_blocks(config.depth) / config.depth
             # LoRA does not repeat the last product, unless a gate or a norm after the branch needs it.
             skips = setup.lora is not None and not trains_modulation(config, setup.lora) and not config.block.norm_after
             products = forward - config.depth * second * skips
             recomputed = share * (products + there * setup.grad_checkpoint + 0.4 * elementwise)
-        if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied in memory
+        if setup.plugin == "fsdp" and setup.loss_ranks > 1:  # gathered weights and gradients are copied in memory
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
@@ -222,7 +222,7 @@ class _Step:
         if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
             # Every pass reads stored weights and writes weights in the working precision.
             numbers, stored, _ = stored_weights(config, setup)
-            passes = 3 if setup.recomputes_blocks else 2
+            passes = 3 if setup.checkpointed else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
         # Both passes copy blocks in one direction of the link. Gradients use the opposite direction.
         travel = of_streamed(config, setup)[0] / (self.hardware.host_link / 2)
@@ -233,7 +233,7 @@ class _Step:
     def update(self) -> float:
         """Return the seconds to update this rank's shard of the optimizer's state and averages."""
         setup = self.setup
-        ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
+        ranks = setup.state_ranks
         trained = trained_count(self.config, setup)
         share = trained / (1 if setup.plugin == "ddp" else ranks)
         averaged = AVERAGE * setup.averages * trained / ranks
@@ -242,8 +242,8 @@ class _Step:
         if setup.muon is not None:
             seconds += muon_flops(self.config) / ranks / self.hardware.matmul
         # Moments are read and written. Averages change in place while other work runs, so they count less.
-        if setup.offloaded != "none":
-            moved = 16 * share if setup.offloaded == "state" else 0
+        if setup.offloaded_state != "none":
+            moved = 16 * share if setup.offloaded_state == "state" else 0
             if setup.hosted and setup.lora is None:  # masters are read and written; gradients are read twice
                 moved += 4 * of_streamed(self.config, setup)[0]
             seconds += (moved + 0.3 * averaged) / self.hardware.host_link
@@ -253,23 +253,23 @@ class _Step:
         """Yield (kind, traffic) for weights and gradients between ranks that hold equal slices of every layer. work:
         seconds of a micro-batch's computation. Transfers can overlap with this time."""
         setup, stride = self.setup, self.setup.tensor_parallel
-        alike = span(setup.alike, stride, self.node)
+        group = span(setup.loss_ranks, stride, self.node)
         trained = trained_count(self.config, setup)
         share, depth = trained / self.parameters, self.config.depth
         forward, backward = work / 3, work * 2 / 3  # rough split of the computation
         if setup.plugin == "ddp":
-            reduced = beside(gather(4 * trained, alike, self.hardware), backward)
+            reduced = beside(gather(4 * trained, group, self.hardware), backward)
             yield "gradients", reduced * 2  # a reduce-scatter and an all-gather
             return
         if setup.plugin in ("zero2", "gemini"):
-            reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
+            reduced = beside(gather(self.size * trained, group, self.hardware), backward)
             yield "gradients", reduced * micro_batches
-            weights = gather(self.size * trained, alike, self.hardware)[0]
+            weights = gather(self.size * trained, group, self.hardware)[0]
             if setup.plugin == "gemini":  # both passes gather all weights, without overlap
-                weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
+                weights = gather(self.size * self.parameters, group, self.hardware)[0] * (2 * micro_batches)
             yield "weights", weights
             return
-        shards = span(setup.alike // setup.replicate, stride, self.node)
+        shards = span(setup.state_ranks, stride, self.node)
         divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
         experts = expert_parameters(self.config) if divided else 0  # gathered separately
         block_parameters = self.block_parameters - experts
@@ -323,7 +323,7 @@ class _Step:
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         # recomputation repeats the forward pass's communication
-        times = self.depth * (4 / 3 if setup.recomputes_blocks else 1)
+        times = self.depth * (4 / 3 if setup.checkpointed else 1)
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
@@ -339,7 +339,7 @@ class _Step:
         one = Traffic(received, seconds, seconds)
         hidden = hardware.overlap if inside else hardware.node_overlap
         there, back = beside((one, hidden), math.inf), one
-        return (there + back) * ((2 + self.setup.recomputes_blocks) * config.depth)
+        return (there + back) * ((2 + self.setup.checkpointed) * config.depth)
 
     def tensor(self) -> Traffic:
         """Return the traffic of tensor parallelism: gathers and sums of tokens (docs/parallelism.md)."""
@@ -349,7 +349,7 @@ class _Step:
         pairs = 1 + sum(keys is not None for _, _, keys in _terms(config))
         tokens = self.unit / self.setup.sequence_parallel
         one = gather(tokens, span(ranks, 1, self.node), self.hardware)
-        alone = GATHERS_OF_A_PAIR - 1 + 2 * self.setup.recomputes_blocks
+        alone = GATHERS_OF_A_PAIR - 1 + 2 * self.setup.checkpointed
         return (one[0] * alone + beside(one, math.inf)) * (config.depth * pairs)
 
 

@@ -91,8 +91,8 @@ def _dry_run(flags: TrainConfig) -> None:
         hardware, origin = on_card(flags.card, hardware, origin)
     where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
     if flags.decided_by_estimates:
-        settled, notes = flags.resolve(world, has_gpu=True)
-        flags, lines = decide(flags, _data(settled, notes), where, origin)
+        resolved, notes = flags.resolve(world, has_gpu=True)
+        flags, lines = decide(flags, _data(resolved, notes), where, origin)
         print("\n".join(lines), flush=True)
     flags, notes = flags.resolve(world, has_gpu=True)
     dataset = _data(flags, notes)
@@ -196,11 +196,11 @@ def _time(
     together = samples_at_once(flags, config)
     how = (flags, flags.attention, setup.precision, config, together)
     types = sequence_shape(*how, tensor_parallel=setup.tensor_parallel, lora=flags.lora is not None).types
-    settled = resolve_sharding(config, setup, together, where.capacity)
+    resolved = resolve_sharding(config, setup, together, where.capacity)
     cost, dense = (
         step_cost(
             config,
-            replace(settled, route=of_step),
+            replace(resolved, route=of_step),
             together,
             flags.grad_accumulation,
             where.hardware,
@@ -242,8 +242,8 @@ def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
         of_stage = estimate(*stage, batch_size)
         rows[f"  pipeline rank {rank}"] = f"{of_stage.total / GIB:,.2f} GiB: {parts(of_stage)}"
     if needs.host:
-        said = f"{needs.host_total / GIB:,.2f} GiB a GPU ({' and '.join(needs.host)})"
-        rows["host memory"] = f"{said}, and {save_buffers(config, setup) / GIB:,.2f} for saves"
+        host = f"{needs.host_total / GIB:,.2f} GiB a GPU ({' and '.join(needs.host)})"
+        rows["host memory"] = f"{host}, and {save_buffers(config, setup) / GIB:,.2f} for saves"
     for name, card in CARDS.items():
         largest = largest_batch(config, setup, USABLE * card * GIB)
         mitigation = advice(config, setup, batch_size, USABLE * card * GIB)

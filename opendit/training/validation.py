@@ -24,7 +24,6 @@ from opendit.data.order import permuted
 from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.random import Stream, draw_conditioning_frames, normal
 from opendit.models.conditioning import Condition
-from opendit.training import monitor as monitoring
 from opendit.training.micro_batch import MicroBatch, condition_on_first_frames
 from opendit.training.run import Run
 
@@ -263,9 +262,8 @@ class Validation:
     def after(self, step: int) -> dict[str, Any]:
         """Validate after ``step``. Return fields for the log; None for non-finite means. All ranks must call this."""
         began = time.perf_counter()
-        trained = monitoring.allocated_gib()
-        losses = self.losses().tolist()
-        self._monitor.forget_drawing(trained)
+        with self._monitor.memory_not_counted():
+            losses = self.losses().tolist()
         by_level = [[] for _ in range(LEVELS)]
         for level, loss in zip(self._levels, losses, strict=True):
             by_level[level].append(loss)

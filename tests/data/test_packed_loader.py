@@ -52,7 +52,7 @@ def scheduled(data):
 def seen(batch, schedule):
     """Return (step, index) -> (row, shape, checksum, pack, place in the pack)."""
     rows, ends = schedule.rows(batch.step), schedule.ends(batch.step)
-    assert batch.segments_in_step == len(rows) and len(batch.x) == len(batch.index) == len(batch.y)
+    assert batch.samples_in_step == len(rows) and len(batch.x) == len(batch.index) == len(batch.y)
     lengths = [x[0].numel() for x in batch.x]
     assert lengths == sorted(lengths, reverse=True)
     found = {}

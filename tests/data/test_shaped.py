@@ -181,7 +181,7 @@ def test_batches_have_one_shape_and_the_budgets_samples(media, workers):
             of_batch = [rows[place] for place in batch.index.tolist()]
             key = data.shapes().key(of_batch[0])
             assert len(of_batch) == 512 // data.tokens[key] and {data.shapes().key(row) for row in of_batch} == {key}
-            assert tuple(batch.x.shape[2:]) == tuple(data.sizes[key]) and batch.segments_in_step == len(rows)
+            assert tuple(batch.x.shape[2:]) == tuple(data.sizes[key]) and batch.samples_in_step == len(rows)
             for x, row, text in zip(batch.x, of_batch, batch.text, strict=True):
                 assert text == data.caption(row)
                 if x.shape[1] == 1:

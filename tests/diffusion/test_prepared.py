@@ -77,14 +77,14 @@ def test_both_halves_are_those_of_the_papers(objective, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("objective", EVERY, ids=str)
 def test_samples_can_be_taken_out_of_what_is_prepared(objective, dtype):
-    """A pipeline may split a batch, so each part must have the same loss to the bit."""
+    """Each part of a batch has the same losses, to the bit."""
     x0, t, noise, output = batch(objective, (5, 2, 3, 3), dtype)
     prepared = objective.prepare(x0, t, noise)
-    assert all(isinstance(tensor, Tensor) and tensor.shape[:1] == (5,) for tensor in prepared.tensors())
+    x_t, timestep, context = prepared
+    assert all(isinstance(tensor, Tensor) and tensor.shape[:1] == (5,) for tensor in (x_t, timestep, *context))
     whole = objective.loss(output, prepared)
     for rows in (slice(0, 2), slice(2, 5), slice(4, 5)):
-        part = prepared.map(lambda tensor, rows=rows: tensor[rows])
-        assert isinstance(part, Prepared) and type(part.context) is type(prepared.context)
+        part = Prepared(x_t[rows], timestep[rows], context._make(tensor[rows] for tensor in context))
         assert torch.equal(objective.loss(output[rows], part), whole[rows])
 
 
@@ -98,7 +98,7 @@ def test_a_loss_gets_an_output_and_what_was_prepared_and_no_model(kind):
 def test_only_the_output_is_learned_from(objective):
     x0, t, noise, output = batch(objective, (2, 3, 4))
     prepared = objective.prepare(x0, t, noise)
-    assert not any(tensor.requires_grad for tensor in prepared.tensors())
+    assert not any(tensor.requires_grad for tensor in (prepared.x_t, prepared.timestep, *prepared.context))
     output.requires_grad_()
     objective.loss(output, prepared).sum().backward()
     assert output.grad.isfinite().all() and output.grad.flatten(1).any(1).all()

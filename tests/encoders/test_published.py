@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 from safetensors.torch import load_file, save_file
 
 from opendit.encoders.folder import PIPELINE_INDEX, check_index, transformers_model
-from opendit.encoders.published_text import check_text, load_published_text, pad_tokens, text_widths
+from opendit.encoders.published_text import check_text, load_published_text, text_widths
 from opendit.encoders.vae import module_fingerprint
 from opendit.encoders.video_vae import codec_scale, video_geometry
 from opendit.models.conditioning import TextCondition
@@ -160,22 +159,12 @@ def test_wan_zeroes_padding(encoders):
     assert not got.tokens[~got.mask].any() and got.tokens[got.mask].any(-1).all()
 
 
-def test_z_image_pads_to_a_length(encoders):
+def test_z_image_pads_to_the_longest_caption(encoders):
     encoder = encoders["z_image"]
-    short, padded = encoder.encode(CAPTIONS[:2]), encoder.encode(CAPTIONS[:2], length=512)
-    assert padded.tokens.shape == (2, 512, QWEN_WIDTH) and padded.mask.sum() == short.mask.sum()
-    again = pad_tokens([short[:1], short[1:]], 512)
-    assert all(torch.equal(a, b) for a, b in zip(again.tensors(), padded.tensors(), strict=True))
-    scaled = pad_tokens([replace(short, guidance=torch.tensor([1.0, 2.0]))], 512)
-    assert scaled.guidance is not None and scaled.guidance.tolist() == [1, 2]
-    with pytest.raises(ValueError, match="a prompt of 512 tokens doesn't fit into 100"):
-        encoder.encode([LONG], length=100)
-
-
-def test_other_lengths_are_not_chosen(encoders):
-    assert encoders["wan"].encode(["a"], length=512).tokens.shape[1] == 512
-    with pytest.raises(ValueError, match="prompts of flux have 512 tokens, not 77"):
-        encoders["flux"].encode(["a"], length=77)
+    got, alone = encoder.encode(CAPTIONS[:2]), [encoder.encode([caption]) for caption in CAPTIONS[:2]]
+    lengths = [y.tokens.shape[1] for y in alone]
+    assert got.tokens.shape == (2, max(lengths), QWEN_WIDTH) and got.mask.sum(1).tolist() == lengths
+    assert not got.tokens[~got.mask].any() and got.tokens[got.mask].any(-1).all() and min(lengths) < max(lengths)
 
 
 @NAMES

@@ -80,7 +80,7 @@ def every_model(mesh: Mesh) -> dict[str, tuple]:
     mesh, found = init_mesh(tensor_parallel=2), {}
     rank = mesh.coordinate("tp")
     for number, (name, config) in enumerate(CONFIGS.items()):
-        recompute = "half" if config.recompute and number % 2 else "none"
+        recompute = "half" if config.recomputable and number % 2 else "none"
         whole = gradients(prepared(config, mesh, torch.float32, False), mesh)
         model = prepared(config, mesh, torch.float32, True, recompute)
         divided = divided_parameters(model)

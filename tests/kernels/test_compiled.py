@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from opendit.kernels.common import SHARED_MEMORY, TRITON, interpreting
+from opendit.kernels.common import TRITON, interpreting
 
 # Stack bytes per thread, for kernels that use more than a few addresses. The optimizer's kernel still reaches 96 % of
 # the speed of a copy (docs/kernels.md).
 MOST_STACK = {"_update_kernel": 256}
+# Compute capability -> maximum bytes of shared memory per block of threads.
+SHARED_MEMORY = {(8, 9): 99 * 1024, (9, 0): 227 * 1024}
 KERNELS = Path(__file__).parents[2] / "opendit" / "kernels"
 
 

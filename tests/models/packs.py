@@ -1,5 +1,6 @@
 """Create packs of samples, to compare with the same samples computed separately."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,36 @@ from torch import Tensor
 
 from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.segments import Segments, pack_patches, unpack_patches
+from opendit.models.segments import Segments, to_patches
+
+
+def from_patches(x: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """Invert :func:`to_patches`: (B, n, C, *patch) to (B, C, ...). grid: tokens along each axis."""
+    patch = x.shape[3:]
+    axes, x = len(patch), x.unflatten(1, tuple(grid))
+    order = (0, 1 + axes, *(place for axis in range(axes) for place in (1 + axis, 2 + axes + axis)))
+    sides = (side * p for side, p in zip(grid, patch, strict=True))
+    return x.permute(order).reshape(x.shape[0], x.shape[1 + axes], *sides)
+
+
+def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int) -> Tensor:
+    """Concatenate the patches of latents (C, ...) and pad the result with zeros to (tokens, C, *patch). Raises
+    ValueError if the patch does not divide a latent, or if the latents have more than ``tokens`` tokens."""
+    parts = [to_patches(x.unsqueeze(0), patch).squeeze(0) for x in latents]
+    filled = sum(map(len, parts))
+    if filled > tokens:
+        raise ValueError(f"segments of {filled:,} tokens don't fit into a pack of {tokens:,}")
+    return torch.cat([*parts, parts[0].new_zeros(tokens - filled, *parts[0].shape[1:])])
+
+
+def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
+    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). Repeated frames are reduced to one."""
+    axes, found = x.dim() - 2, []
+    repeated = segments.repeated or (False,) * len(segments.grids)
+    for part, grid, single in zip(x[: segments.filled].split(segments.lengths), segments.grids, repeated, strict=True):
+        whole = from_patches(part.unsqueeze(0), grid[3 - axes :]).squeeze(0)
+        found.append(whole[:, :1] if single else whole)
+    return found
 
 
 @dataclass

@@ -9,10 +9,10 @@ import torch
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
 from opendit.models.finetuning import Lora, add_lora
-from opendit.models.segments import Segments, pack_patches, segment_attention, unpack_patches
+from opendit.models.segments import Segments, segment_attention
 from opendit.models.variants import ECDiTConfig, MovieGenConfig, STDiTConfig, VDiTConfig
 from opendit.models.zoo import build_model
-from tests.models.packs import assert_same, samples, with_vectors
+from tests.models.packs import assert_same, pack_patches, samples, unpack_patches, with_vectors
 from tests.models.test_dit import randomised
 
 DIT = DiTConfig((8, 8), 2, 3, 48, 2, 2, num_classes=3)

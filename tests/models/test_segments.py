@@ -8,14 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.models.segments import (
-    Segments,
-    from_patches,
-    pack_patches,
-    segment_means,
-    to_patches,
-    unpack_patches,
-)
+from opendit.models.segments import Segments, segment_means, to_patches
+from tests.models.packs import from_patches, pack_patches, unpack_patches
 
 CPU = torch.device("cpu")
 grids = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=9)

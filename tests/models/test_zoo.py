@@ -150,7 +150,7 @@ def test_recomputed_and_compiled_blocks_change_nothing(config):
         torch.testing.assert_close(b, a, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c.recompute], ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.recomputable], ids=lambda config: config.kind)
 @pytest.mark.parametrize("level", ["cheap", "mlp"])
 def test_recomputed_parts_change_nothing(config, level):
     model, arguments, grads = model_of(config), inputs(config), []

@@ -89,10 +89,10 @@ def test_loss_and_every_gradient_are_those_of_one_process():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((2, 1, 1, 1, 1), "--expert_parallel_size 2: needs 2 processes and there is one"),
-        ((3, 1, 1, 1, 8), "--expert_parallel_size 3: does not divide the 8 processes; change it"),
-        ((8, 1, 1, 2, 8), "--expert_parallel_size 8: does not divide the 8 processes, .*_replicate makes 2 copies"),
-        ((4, 1, 2, 1, 8), "--expert_parallel_size 4: the ranks of --tensor_parallel_size 2 divide the experts already"),
+        ((2, 1, 1, 1), "--expert_parallel_size 2: needs 2 processes and there is one"),
+        ((3, 1, 1, 8), "--expert_parallel_size 3: does not divide the 8 processes; change it"),
+        ((8, 1, 2, 8), "--expert_parallel_size 8: does not divide the 8 processes, .*_replicate makes 2 copies"),
+        ((4, 2, 1, 8), "--expert_parallel_size 4: the ranks of --tensor_parallel_size 2 divide the experts already"),
     ],
 )
 def test_processes_that_can_not_have_different_experts(sizes, message):

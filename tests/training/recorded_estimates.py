@@ -60,7 +60,7 @@ def setups(config: DiTConfig) -> list[Setup]:
     for plugin, precision in (("zero2", "bf16"), ("ddp", "bf16"), ("ddp", "fp32")):
         for fused in (True, False):
             found.append(Setup(plugin, precision, fused=fused))
-            if config.recompute and config.bias:  # at that commit, recomputation needed biases
+            if config.recomputable and config.bias:  # at that commit, recomputation needed biases
                 levels = ("norms", "cheap", "half", "mlp")  # the levels at that commit
                 found += [Setup(plugin, precision, fused=fused, recompute=level) for level in levels]
     found.append(Setup("gemini", "fp16", world=4, averages=2, accumulate=True))

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from opendit.data import Batch
-from opendit.data.base import Small
+from opendit.data.base import Small, to_pixels
 from opendit.diffusion.objectives import OBJECTIVES
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import LabelConditioner
@@ -79,6 +79,14 @@ def test_a_sample_is_the_same_in_whichever_micro_batch_it_is(objective):
     assert not torch.equal(later.noise, whole.noise) and not torch.equal(later.t, whole.t)
 
 
+def test_pixels_are_converted_once(monkeypatch):
+    """Only --repa needs the pixels beside the latents."""
+    converted = []
+    monkeypatch.setattr("opendit.data.base.to_pixels", lambda x: converted.append(x) or to_pixels(x))
+    inputs().of(batch())
+    assert len(converted) == 1
+
+
 class Pixels(Codec):
     def encode(self, x, noise):
         return x
@@ -106,8 +114,8 @@ def test_clips_left_small_by_the_loader_are_enlarged(packed):
     packing = Packing((1, 2, 2), 200, 1) if packed else None
     make = Inputs(latents, OBJECTIVES["flow"](), LabelConditioner(CLASSES, cpu), cpu, SEED, 0.0, packing)
     x, wanted = (tuple(left), tuple(early)) if packed else (torch.stack(left), torch.stack(early))
-    there = Batch(x, index, index, STEP, 0, epoch=0, segments_in_step=5, small=small)
-    whole = Batch(wanted, index, index, STEP, 0, epoch=0, segments_in_step=5)
+    there = Batch(x, index, index, STEP, 0, epoch=0, samples_in_step=5, small=small)
+    whole = Batch(wanted, index, index, STEP, 0, epoch=0, samples_in_step=5)
     for _ in range(2):  # the batch must not change, because a batch that ended a run is tried again
         found = make.of(there)
         assert torch.equal(found.x0, make.of(whole).x0) and found.x0.std() > 0.1

@@ -17,10 +17,9 @@ from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import PublicConfig, public_config
 from opendit.models.finetuning import Lora, add_lora
 from opendit.models.zoo import build_model, model_config, plan_of
-from opendit.parallel.fsdp import Sharding, float8_weights
+from opendit.parallel.fsdp import PREFETCHED, Sharding, float8_weights
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.training.memory import (
-    GATHERED,
     GIB,
     LIBRARIES,
     RING,
@@ -37,6 +36,7 @@ from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
 XL = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=1000)
+GATHERED = 1 + PREFETCHED  # number of blocks on the device: the one that runs, and those gathered ahead
 DEEP = DiTConfig((4, 4), 2, 2, 192, 10, 3, num_classes=3)  # with only 4 tokens, weights dominate
 
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 import train
 from opendit.data.row_arrays import FOLDER
-from opendit.models.segments import unpack_patches
 from opendit.training.micro_batch import MicroBatch
+from tests.models.packs import unpack_patches
 from tests.numbers import off_by
 from tests.ranks import run_ranks
 from train import EagerPasses

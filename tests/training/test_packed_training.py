@@ -41,14 +41,12 @@ OBJECTIVES = {
 CPU = torch.device("cpu")
 
 
-def batch(step: int, pack: int, sizes=SIZES, weights: Tensor | None = None) -> Batch:
+def batch(step: int, pack: int, sizes=SIZES) -> Batch:
     """Make a pack as the loader does, with each sample's means and deviations in a tensor of its shape."""
     first, generator = sum(map(len, sizes[:pack])), torch.Generator().manual_seed(100 * step + pack)
     x = tuple(torch.randn(6, *size, generator=generator).abs() for size in sizes[pack])
     index = torch.arange(first, first + len(x))
-    made = Batch(x, (index + step) % CLASSES, index, step, pack, epoch=0)
-    made.weights, made.segments_in_step = weights, sum(map(len, sizes))
-    return made
+    return Batch(x, (index + step) % CLASSES, index, step, pack, epoch=0, samples_in_step=sum(map(len, sizes)))
 
 
 def losses_of(batch: MicroBatch | PackedMicroBatch, objective: Objective, model) -> Tensor:
@@ -98,10 +96,9 @@ def one_by_one(model, objective: Objective, made: Batch, given: Inputs) -> list[
 def test_losses_and_gradients_are_those_of_the_samples_one_by_one(name):
     objective = OBJECTIVES[name]
     config = CONFIG if name == "ddpm" else VDiTConfig(**{**vars(CONFIG), "learn_sigma": False})
-    model, weights = model_of(config), torch.tensor([1.0, 0.5, 2.0, 3.0])
-    given, made = inputs(objective, config, micro_batches=2), batch(2, 0, weights=weights)
+    model, given, made = model_of(config), inputs(objective, config, micro_batches=2), batch(2, 0)
     wanted = torch.stack(one_by_one(model, objective, made, given))
-    (wanted * weights).sum().mul(2 / SAMPLES).backward()
+    wanted.sum().mul(2 / SAMPLES).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     packed = given.of(made)

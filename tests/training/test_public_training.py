@@ -33,7 +33,6 @@ from opendit.encoders.published_text import load_published_text
 from opendit.export.__main__ import main as export
 from opendit.models.conditioning import TextConfig
 from opendit.models.families.public_config import family_of, public_config
-from opendit.models.segments import unpack_patches
 from opendit.parallel.hardware import H200
 from opendit.training.auto_parallel import Circumstances, data_of
 from opendit.training.data_plan import fit_captions, open_data, shape_samples, text_before
@@ -41,6 +40,7 @@ from opendit.training.memory import Setup, estimate, largest_batch, parts
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.model_plan import encoder_bytes, plan_model
 from tests.encoders.published_folders import write_pipeline
+from tests.models.packs import unpack_patches
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
 from train import EagerPasses

@@ -84,7 +84,7 @@ class IndexedTar:
     def __len__(self) -> int:
         return self.index.header.rows if self.kept is None else len(self.kept.rows)
 
-    def _told(self, use_video: bool) -> bool:
+    def _counted_in_header(self, use_video: bool) -> bool:
         """Return True if ``header.pictures`` is valid for ``use_video``. The header counts animations as clips, but
         they are pictures without ``use_video``."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
@@ -92,14 +92,14 @@ class IndexedTar:
     def count_pictures(self, use_video: bool) -> int:
         """Return the number of pictures among the samples. use_video: see ``is_clip``."""
         header = self.index.header
-        if self._told(use_video) and (self.kept is None or header.pictures in (0, header.rows)):
+        if self._counted_in_header(use_video) and (self.kept is None or header.pictures in (0, header.rows)):
             return min(len(self), header.pictures)
         return int((self.shapes(use_video) == PICTURE).sum())
 
     def shapes(self, use_video: bool) -> np.ndarray:
         """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. Records are read only if the tar has both kinds."""
         header = self.index.header
-        if self._told(use_video) and header.pictures in (0, header.rows):
+        if self._counted_in_header(use_video) and header.pictures in (0, header.rows):
             return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
         kinds = [CLIP if is_clip(suffix, use_video) else PICTURE for suffix in header.suffixes]
         of_suffix = np.array(kinds, np.uint8)

@@ -334,11 +334,12 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
             raise _RefusedAnswer(f"it sent more than {most:,} bytes")
 
 
-def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Raise an error if ``told``, the answer's Content-Range, is not the requested range. whole: file size or None."""
-    found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
+def _check_range(content_range: str | None, start: int, size: int, whole: int | None) -> None:
+    """Raise an error if the answer's Content-Range is not the requested range. whole: file size or None."""
+    found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (content_range or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
-        raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
+        came = printable(str(content_range))[:60]
+        raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {came} came")
     if whole is not None and found[3] not in ("*", str(whole)):
         raise _RefusedAnswer(f"it has {int(found[3]):,} bytes, its index says {whole:,}; index it again")
 
@@ -450,10 +451,10 @@ class Remote:
 
         if not (found := retried(address, once)):
             return ""
-        told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
+        version = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
         # Some web servers send one of these instead of an ETag.
-        told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
-        return " ".join(f"{name}={value}" for name, value in told.items())
+        version |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
+        return " ".join(f"{name}={value}" for name, value in version.items())
 
     def list_tars(self, address: str) -> list[str]:
         if self.kind in ("http", "https"):

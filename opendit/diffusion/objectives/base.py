@@ -25,12 +25,6 @@ class Prepared(NamedTuple):
     timestep: Tensor
     context: NamedTuple
 
-    def tensors(self) -> list[Tensor]:
-        return [self.x_t, self.timestep, *self.context]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Prepared":
-        return Prepared(function(self.x_t), function(self.timestep), self.context._make(map(function, self.context)))
-
 
 @dataclass(frozen=True)
 class Objective(ABC):

@@ -291,9 +291,8 @@ class PublicDiT(DiT):
             ids[..., 0] = place + spec.rotary.first
             alone = keys if keys.shape[1] else None
             grid = TokenGrid((length,), spec.rotary.table(ids, self.config.hidden_size), keys=alone)
-            checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
             nothing = [x.new_zeros(len(x), 0)] * spec.text_refiner.count
-            x = run_blocks(cast(Any, self.text_refiner), x, nothing, None, grid, checkpointed=checkpointed)
+            x = run_blocks(cast(Any, self.text_refiner), x, nothing, None, grid, checkpointed=self.checkpointed)
         return x, keys
 
     def contexts(self, context: Context | None) -> list[Context] | None:
@@ -344,9 +343,8 @@ class PublicDiT(DiT):
     ) -> Tensor:
         modulations = iter(modulations)
         tokens, grid = self.enter(x, modulations, context)
-        checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
         across = None if self.config.spec.order else context
-        tokens = run(self.blocks, tokens, modulations, across, grid, checkpointed=checkpointed)
+        tokens = run(self.blocks, tokens, modulations, across, grid, checkpointed=self.checkpointed)
         return self.leave(tokens, next(modulations), grid)
 
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
@@ -383,8 +381,7 @@ class PublicDiT(DiT):
         if refiner is None:
             return media
         m = [next(modulations) for _ in range(refiner.count)]
-        checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
-        return run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=checkpointed)
+        return run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=self.checkpointed)
 
     def places(
         self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False
@@ -488,8 +485,7 @@ class PublicDiT(DiT):
             media = pack.filled.join([media, filling])
         parts = {"media": self._refined(media, modulations, pack.alone), "text": pack.without_padding(text)}
         tokens, grid = pack.grid.join([parts[name] for name in spec.order]), pack.grid
-        checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
-        tokens = run(self.blocks, tokens, modulations, None, grid, checkpointed=checkpointed)
+        tokens = run(self.blocks, tokens, modulations, None, grid, checkpointed=self.checkpointed)
         media = grid.split(tokens)[spec.order.index("media")]
         if pack.filled is not None:
             media = pack.filled.split(media)[0]

@@ -129,7 +129,7 @@ class PublicConfig(DiTConfig):
             raise ValueError(f"--fp8: a width of {min(sizes)} is no multiple of 16; leave it out")
         if fp8 and any(block.kv_heads is not None for block in self.spec.blocks):
             raise ValueError("--fp8: does not work with heads that share keys and values; leave it out")
-        if recompute not in ("none", BUT_ATTENTION) and not self.recompute:
+        if recompute not in ("none", BUT_ATTENTION) and not self.recomputable:
             fix = f"use {BUT_ATTENTION} or --grad_checkpoint"
             raise ValueError(f"--recompute {recompute}: does not work with {self.family} models; {fix}")
         # The inherited check for FP8 requires all biases. Public models need only the biases before GELU, and
@@ -154,11 +154,7 @@ class PublicConfig(DiTConfig):
         super().check_packs()
 
     @property
-    def in_operations(self) -> bool:
-        return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
-
-    @property
-    def recompute(self) -> bool:
+    def recomputable(self) -> bool:
         return all(block.mlp in ("gelu", "swiglu") and block.kv_heads is None for block in self.spec.blocks)
 
     @property
@@ -298,7 +294,7 @@ def _modulation(name: str, number: int, low_rank: bool) -> dict[str, Rule]:
 def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
     heads, shared, found = spec.heads, spec.kv_heads or spec.heads, {}
     for branch in ("attn", "cross_attn"):
-        of_heads: Rule = Heads((heads,)) if spec.options.qk_across else Replicated(partial_gradient=True)
+        of_heads: Rule = Heads((heads,)) if spec.options.qk_across else Replicated()
         found |= {f"{name}.{branch}.{part}_norm.weight": of_heads for part in "qk"}
         found |= linear(f"{name}.{branch}.proj", Row(heads))
     found |= linear(f"{name}.attn.qkv", Heads((heads, shared, shared)))

@@ -9,7 +9,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -45,7 +45,7 @@ class StepResult:
     grad_norm: Tensor  # unscaled and before clipping
     finite: Tensor  # True if the norm was finite; otherwise the step was skipped
     loss_scale: Tensor | float = 1.0  # 1 except in fp16
-    loss: Tensor | None = None  # mean loss of the step's micro-batches on this rank, set by the runner
+    loss: Tensor | None = None  # mean loss of the step's micro-batches on this rank, only set by Runner.train_step
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Engine(ABC):
         skipped: number of skipped steps, 0-dim int64.
         skipped_in_a_row: number of consecutive skipped steps, up to the last step, 0-dim int64.
         shapes: canonical shape of every trained parameter.
-        parts: layout before the plugin shards parameters. It has cuts only for tensor parallelism.
+        tensor_layout: layout before the plugin shards parameters. It has cuts only for tensor parallelism.
         shared: names of the parameters that all stages of a pipeline have.
         stored: layers with weights in the format of --base_precision, by weight name.
         muon: Muon optimizer; None if AdamW updates all parameters.
@@ -96,7 +96,7 @@ class Engine(ABC):
         self.shared, of_tensor = on_every_stage(module, canonical), {}
         for name in canonical:
             of_tensor[name] = [cut for cut in self._division(name) if cut.group == "tp"]
-        self.parts = Layout(mesh, canonical, of_tensor, self.shared)
+        self.tensor_layout = Layout(mesh, canonical, of_tensor, self.shared)
         if self.divided and initial is None:
             raise ValueError("a model whose layers ranks divide needs initial values, of which each takes its part")
         self.replicated = None
@@ -260,7 +260,7 @@ class Engine(ABC):
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
         """Return (memory of a frozen weight on this rank, shard in this memory)."""
         kept = parameter if self.streamed is None else self.streamed.host.get(name, parameter)
-        return kept, self.parts.local(name)
+        return kept, self.tensor_layout.local(name)
 
     def load_master(self, name: str, full: Tensor) -> None:
         self.set_master(name, self.held(name).take(full))
@@ -327,7 +327,7 @@ class Engine(ABC):
         """Return the layout of the parameters ``shapes``. ``cut(shape)`` returns the cut of a slice with this
         shape."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
-        return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
+        return Layout(self.mesh, {n: self.tensor_layout.shapes[n] for n in shapes}, cuts, self.shared)
 
     def _division(self, name: str) -> list[Cut]:
         return [self.divided[name].cut] if name in self.divided else []
@@ -445,6 +445,16 @@ def build_engine(
     check_precision(plugin, precision)
     if offload not in OFFLOAD or (offload != "none" and plugin != "fsdp"):
         raise ValueError(f"offload {offload} with plugin {plugin}: with fsdp it is one of {', '.join(OFFLOAD)}")
-    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding(), offload, muon)
-    settings = replace(settings, streamed=streamed, eight_bits=eight_bits)
+    settings = Settings(
+        lr=lr,
+        weight_decay=weight_decay,
+        betas=betas,
+        grad_clip=grad_clip,
+        grad_accumulation=grad_accumulation,
+        sharding=sharding or Sharding(),
+        offload=offload,
+        muon=muon,
+        streamed=streamed,
+        eight_bits=eight_bits,
+    )
     return engine_of(plugin)(module, mesh, precision, settings, initial)

@@ -111,7 +111,7 @@ class DDPEngine(BoosterEngine):
         return self._shares.take(name, self._params[name].detach())
 
     def held(self, name: str) -> Shard:
-        return self.parts.local(name)
+        return self.tensor_layout.local(name)
 
     @torch.no_grad()
     def set_master(self, name: str, part: Tensor) -> None:

@@ -76,7 +76,7 @@ class FSDPEngine(OnePassEngine):
                 cuts[name] = [*division, *([flat_cut("ep_shard", math.prod(shape), ranks)] if ranks > 1 else [])]
             else:
                 cuts[name] = [*division, dim_cut("fsdp", 0, shape[0], dims.size("fsdp"))]
-        return Layout(self.mesh, {name: self.parts.shapes[name] for name in cuts}, cuts, self.shared)
+        return Layout(self.mesh, {name: self.tensor_layout.shapes[name] for name in cuts}, cuts, self.shared)
 
     def _frozen_part(self, name, parameter):
         return local_part(parameter), self._rows([name]).local(name)

@@ -172,8 +172,8 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         one = one if one in runs else runs[0] if runs else None
         refused = catalog.refused()
         why = "not shown, since they lead out of the folder of runs or have names that are not UTF-8: "
-        told = views.message(why + ", ".join(refused)) if refused else ""
-        return [gr.Dropdown(runs, value=chosen), gr.Dropdown(runs, value=one), told]
+        message = views.message(why + ", ".join(refused)) if refused else ""
+        return [gr.Dropdown(runs, value=chosen), gr.Dropdown(runs, value=one), message]
 
     def draw(chosen: list[str] | None) -> list[Any]:
         runs = catalog.runs()
@@ -191,9 +191,9 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         last = len(grids) - 1
         sliding = gr.Slider(0, max(last, 1), value=max(last, 0), step=1, label=_label(grids, last), visible=last > 0)
         newest = found[-1].get("flags") if found else None
-        told = views.flags(newest) if isinstance(newest, dict) else views.message("none known")
+        details = views.flags(newest) if isinstance(newest, dict) else views.message("none known")
         picture = views.grid(name, grids[-1] if grids else None)
-        return [sliding, picture, results_table(figures), starts_table(found), told]
+        return [sliding, picture, results_table(figures), starts_table(found), details]
 
     def slide(name: str | None, position: float) -> list[Any]:
         try:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
-from opendit.models.segments import Interleaved, Segments, pack_patches, unpack_patches
+from opendit.models.segments import Interleaved, Segments
 from tests.models.families.oracles import ORACLES, by_our_names, captions, in_double_precision, ours
 from tests.models.families.test_oracles import difference
+from tests.models.packs import pack_patches, unpack_patches
 
 # Sizes and captions vary, but the first two sizes are equal. Z-Image pads all samples but the third to multiples of 32.
 SIZES = {

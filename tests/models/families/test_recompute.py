@@ -184,7 +184,7 @@ def test_the_memory_estimate_counts_what_each_level_recomputes(family, lora):
 def test_unsupported_levels_are_refused(family):
     values, size = MODELS[family]
     config = public_config(family, values, size)
-    assert config.recompute == (family in ALL_LEVELS)
+    assert config.recomputable == (family in ALL_LEVELS)
     config.check_speed(fp8=False, recompute="but_attention")
     if family not in ALL_LEVELS:
         with pytest.raises(ValueError, match=f"half: does not work with {family} models; use but_attention or --grad"):
