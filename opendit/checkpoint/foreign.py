@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -115,6 +115,19 @@ def _why(path: Path, error: Exception) -> str:
     return f"{path} is no .pt file of weights, or is damaged ({type(error).__name__}); get it again, or as .safetensors"
 
 
+def check_dit(names: Iterable[str], path: Path) -> None:
+    """Raise ValueError unless ``names``, those of a file without a configuration, are the names of a DiT's weights."""
+    found, embedder = set(names), "x_embedder.proj.weight"
+    if embedder in found:
+        return
+    if any(".lora_" in name for name in found):
+        raise ValueError(f"{path} holds a LoRA; give the folder of its base model here, and train or draw with --lora")
+    raise ValueError(
+        f"{path} does not hold a DiT: it has no {embedder!r}; for a public model give the folder of its pipeline, with "
+        f"{PIPELINE_INDEX} and all components"
+    )
+
+
 def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
     """Infer a class-conditional DiT's configuration from its name and weight shapes, for square inputs.
 
@@ -124,6 +137,7 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
     clips, or the weights don't fit."""
     if is_video(name):
         raise ValueError(f"{path} says nothing of the frames that --model {name} takes; give a checkpoint of OpenDiT")
+    check_dit(state, path)
     dimensions = {"x_embedder.proj.weight": 4, "pos_embed": 3, LABELS: 2, "final_layer.linear.weight": 2}
     for key, number in dimensions.items():
         if key not in state:

@@ -359,6 +359,7 @@ def load_pretrained(
         config = weights.config
         if config is None:
             if name is None:
+                foreign.check_dit(weights.state, weights.path)
                 raise ValueError(f"{weights.path} does not say which model it is; name it with --model, e.g. DiT-XL/2")
             weights.num_classes = num_classes or weights.num_classes
             config = foreign.infer_config(weights.state, name, weights.path, weights.num_classes)

@@ -52,7 +52,8 @@ _OURS = {
     "--optimizer": "optimizer_type optim",
     "--data_path": "train_data_dir train_data instance_data_dir data_dir data_root dataset "
     "dataset_config dataset_name dataset_path",
-    "--num_sampling_steps --sample_steps": "num_inference_steps inference_steps num_steps steps",
+    "--num_sampling_steps --sample_steps": "num_inference_steps inference_steps num_steps",
+    "--num_sampling_steps --max_steps": "steps",
     "--cfg_scale --sample_cfg_scale": "guidance_scale guidance cfg",
     "--sample_prompts": "validation_prompt validation_prompts sample_prompt",
     "--sample_every": "validation_steps validation_epochs sample_every_n_steps sample_steps_interval",

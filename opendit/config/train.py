@@ -214,6 +214,10 @@ class TrainConfig(
                     f"--model {self.model}: is read from a folder; give that to --pretrained, or a run to --load"
                 )
             return self
+        if self.pretrained is not None and self.load not in (None, "latest"):
+            run = name_of_folder(self.load)  # the run keeps its name if the folder of --pretrained has moved
+            if run is not None and family_in(run) == family_in(name):
+                name = run
         if "model" in self.given and self.model != name:
             raise ValueError(f"--model {self.model}: {source} holds {name}; leave the flag out")
         if "objective" in self.given and self.objective != "flow":
@@ -523,7 +527,8 @@ class TrainConfig(
             unused |= dict.fromkeys(of_files, "does nothing with --data_path mock")
         if self.data_path in named_sources() and self.data_path != PYTHON:
             unused["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"
-        if self.pretrained and self.lora is None and self.load not in (None, "latest"):
+        # A public model's folder also has the VAE and the text encoders.
+        if self.pretrained and self.lora is None and self.load not in (None, "latest") and not family_in(self.model):
             unused["pretrained"] = "does nothing with --load, which brings its own weights"
         return unused
 

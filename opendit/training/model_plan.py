@@ -346,6 +346,9 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
             _check_decodes(flags, channels // 2, width)
         vae = flags.vae if "vae" in flags.given else cast(str, about.vae)
         return vae, channels // 2, (height, width), frames[0] if frames else None
+    if family_in(flags.model) and "vae" not in flags.given:  # the default is the VAE of our own models
+        source = flags.pretrained or flags.load
+        raise ValueError(f"--vae: {source} has no folder vae; give the VAE of {flags.model}'s pipeline, as FOLDER/vae")
     if flags.use_video:
         assert not isinstance(patch, int), "--use_video is for models of clips"
         channels, downscale, temporal = video_geometry(flags.vae, about.sample_shape[0])

@@ -13,7 +13,15 @@ from opendit.checkpoint.ema import WARMUP
 from opendit.checkpoint.foreign import TRANSFORMER
 from opendit.checkpoint.load import Checkpoint, find_checkpoint
 from opendit.checkpoint.pretrained import read_config, read_info
-from opendit.checkpoint.run_folders import CHECKPOINTS, LOW, WRITTEN, lock_folder, low_noise_of, new_run_folder
+from opendit.checkpoint.run_folders import (
+    CHECKPOINTS,
+    LOW,
+    WRITTEN,
+    lock_folder,
+    low_noise_of,
+    new_run_folder,
+    newest_run,
+)
 from opendit.config.architectures import family_in
 from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import CACHED_FEATURES
@@ -86,7 +94,12 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
 
     resume = find_checkpoint(flags.load, flags.outputs, flags.model, mesh) if flags.load else None
     if flags.load and resume is None:
-        notes.append(f"--load latest: no checkpoint of {flags.model} under {flags.outputs}, starting afresh")
+        found = f"--load latest: no checkpoint of {flags.model} under {flags.outputs}, starting afresh"
+        family = family_in(flags.model)
+        if family and (run := newest_run(flags.outputs, f"{family}/*")):
+            found += f"; to resume {run}, which trained another folder of {family} or this one before it was renamed, "
+            found += f"give --load {run}"
+        notes.append(found)
     flags = _lora_of_resume(_both_of_resume(flags, resume), resume, mesh.world_size)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes += of_captions
@@ -460,6 +473,7 @@ def _lora(
         if (stored.rank, stored.alpha, *stored.targets) != (lora.rank, lora.alpha, *lora.targets):
             made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
             made += f" --lora_targets {' '.join(stored.targets)}" if stored.targets else ""
+            made += "" if stored.targets or not lora.targets else " and without --lora_targets"
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         with resume.open(resume.model.name) as tensors:
             trained = [name.removesuffix(A) for name in tensors if name.endswith(A)]

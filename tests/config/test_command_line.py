@@ -77,6 +77,8 @@ def test_flags_of_other_programs_lead_to_flags_that_there_are():
         assert all(any(name in flags for flags in programs) for name in ours.split()), ours
         assert all(any(counterpart(name, flags) for flags in programs) for name in theirs.split())
     assert counterpart("seed", programs[0]) == "here it is --global_seed"
+    assert counterpart("steps", programs[0]) == "here it is --max_steps"
+    assert counterpart("steps", programs[1]) == "here it is --num_sampling_steps"
     assert counterpart("output_dir", programs[1]) == "here it is --output"
     assert counterpart("lora_path", programs[1]) == "here it is --lora"
     assert counterpart("trigger_word", programs[0]) == "here it is --caption_prefix"

@@ -1,6 +1,8 @@
 """LoRA on public models, from a pipeline's folder to weights that diffusers can add to its own."""
 
 import json
+import re
+import shutil
 
 import diffusers
 import numpy as np
@@ -82,6 +84,39 @@ def test_a_run_of_lora_resumes_bit_for_bit(folders, trained, name, tmp_path):  #
     for file in ("model", "ema", "optimizer_000"):
         one, other = (load_file(each / f"checkpoints/latest/{file}.safetensors") for each in (trained[name], half))
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), file
+
+
+def test_a_run_resumes_from_its_renamed_folder(folders, trained, tmp_path, capsys):  # noqa: F811
+    half, moved = run(folders, "flux", tmp_path, *LORA, steps=2), tmp_path / "renamed"
+    shutil.copytree(folders / "flux", moved)
+    flags = [*LORA, "--pretrained", str(moved)]
+    assert run(folders, "flux", tmp_path, *flags, "--load", "latest", "--max_steps", "1") != half
+    assert f"starting afresh; to resume {half}" in capsys.readouterr().out
+    run(folders, "flux", tmp_path, *flags, "--load", str(half))
+    assert losses(half) == losses(trained["flux"])
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("file.safetensors", "does not hold a DiT.* give the folder of its pipeline"),
+        ("lora.safetensors", "holds a LoRA; give the folder of its base model"),
+        ("bare", "--vae: .*bare has no folder vae; give the VAE of flux/bare's pipeline, as FOLDER/vae"),
+    ],
+)
+def test_a_part_of_a_pipeline_is_refused(folders, trained, tmp_path, capsys, path, error):  # noqa: F811
+    if path == "bare":
+        shutil.copytree(folders / "flux", tmp_path / path, ignore=shutil.ignore_patterns("vae"))
+    elif path == "lora.safetensors":
+        export(["lora", "--ckpt", str(trained["flux"]), "--output", str(tmp_path / path)])
+    else:
+        shutil.copy(folders / "flux/transformer/diffusion_pytorch_model.safetensors", tmp_path / path)
+    with pytest.raises(SystemExit):
+        run(folders, "flux", tmp_path, *LORA, "--pretrained", str(tmp_path / path))
+    assert re.search(error, capsys.readouterr().err)
+    if path != "bare":
+        with pytest.raises(ValueError, match=error):
+            opendit.load(tmp_path / path)
 
 
 def on_ranks(mesh, folders, outputs, ways) -> None:  # noqa: F811
