@@ -128,6 +128,8 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
     """Check that ``path`` looks like a weights file, or a folder with weights or checkpoints. With ``pipeline``, a
     diffusers folder is also accepted."""
     what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
+    if pipeline and Path(path).name == "model_index.json":
+        raise ValueError(f"{flag_name} {path}: is a part of a pipeline; give its folder, {Path(path).parent}")
     try:
         check_exists(path, flag_name, what)
         folder, patterns = Path(path).expanduser(), ["*.safetensors", "manifest.json", "checkpoints/*"]

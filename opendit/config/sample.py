@@ -214,7 +214,13 @@ class DrawFlags(Flags):
     num_samples: int | None = flag(
         None, "pictures (default: one a label, or up to 16)", common=True, **between(1, 10_000_000, "samples")
     )
-    image_size: int | None = flag(None, "pixels; from the checkpoint when left out", common=True, **SIDE)
+    image_size: int | None = flag(
+        None,
+        "pixels: SIDE, or HEIGHT WIDTH; from the checkpoint when left out",
+        several=True,
+        common="pixels: SIDE, or HEIGHT WIDTH",
+        **SIDE,
+    )
     use_video: bool = flag(False, "draw clips (a vDiT's checkpoint does anyway)")
     num_frames: int | None = flag(None, "frames of a clip; from the checkpoint when left out", **FRAMES)
     num_sampling_steps: int = flag(250, "denoising steps", common=True, **SAMPLING_STEPS)
@@ -329,6 +335,9 @@ class SampleConfig(
             given = " ".join(f"{level:g}" for level in levels)
             raise ValueError(f"--cfg_interval {given}: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH")
         check_values(self)
+        if isinstance(self.image_size, list) and len(self.image_size) != 2:
+            given = " ".join(map(str, self.image_size))
+            raise ValueError(f"--image_size {given}: is no size; give SIDE, or HEIGHT WIDTH")
         self = replace(self, ckpt=fetched(self.ckpt, "--ckpt", self.download))
         precision, notes = resolve_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
         notes += check_unused(self, self._unused())

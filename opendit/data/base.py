@@ -406,8 +406,8 @@ class BadFileCounter:
                     self.on_skip(file)
         if self.read >= self.minimum and self.skipped > self.max_bad * self.read:
             raise DataError(
-                f"{self.skipped} of the {self.read} files read so far can't be read, more than {self.max_bad:.0%}: "
-                f"{name_few(list(self.files))}. Remove or repair them."
+                f"{self.skipped} of the {self.read} files read so far can't be read, more than --max_bad "
+                f"{self.max_bad:g}: {name_few(list(self.files))}; remove or repair them, or raise it"
             )
 
 

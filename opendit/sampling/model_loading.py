@@ -364,7 +364,7 @@ def latent_size(
     weights: Weights,
     vae: str,
     num_frames: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: int | Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Return the size of the latents to draw, (h, w) or (t, h, w). Raises ValueError if an argument does not fit the
     model. num_frames: by default as in training. image_size: the side, or (height, width), in pixels."""
@@ -380,10 +380,9 @@ def latent_size(
     if channels != config.in_channels:
         raise ValueError(f"--vae {vae}: has {channels} channels, the model {config.in_channels}; name the model's VAE")
     pixels = (height * downscale, width * downscale)
-    if image_size not in (None, pixels[0], pixels):
-        raise ValueError(
-            f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
-        )
+    if image_size is not None and image_size != pixels[0] and _sides(image_size) != pixels:
+        shown = " ".join(map(str, _sides(image_size)))
+        raise ValueError(f"--image_size {shown}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out")
     # Raises ValueError for frames that don't fill a patch.
     grid = config.grid_of((*frames, height, width))
     if config.positions == "learned" and grid[0] > config.grid[0]:  # only the number of frames may differ from training
@@ -392,19 +391,24 @@ def latent_size(
     return (*frames, height, width)
 
 
+def _sides(image_size: int | Sequence[int]) -> tuple[int, ...]:
+    """Return height and width. image_size: see :func:`latent_size`."""
+    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+
+
 def _any_size(
-    config: PublicConfig, image_size: int | tuple[int, int] | None, frames: tuple[int, ...], downscale: int
+    config: PublicConfig, image_size: int | Sequence[int] | None, frames: tuple[int, ...], downscale: int
 ) -> tuple[int, ...]:
     """Return the size of the latents for a public model. Raises ValueError if a side is not a multiple of a patch's
     pixels, or exceeds the table of positions."""
     if image_size is None:
         return (*frames, *config.input_size[-2:])
-    sides = (image_size,) * 2 if isinstance(image_size, int) else image_size
-    unit = downscale * config.patch[-1]
+    sides, unit = _sides(image_size), downscale * config.patch[-1]
     if any(side % unit for side in sides):
-        near = tuple(max(unit, side // unit * unit) for side in sides)
-        fix = near[0] if isinstance(image_size, int) else near
-        raise ValueError(f"--image_size {image_size}: does not divide by {unit}; give {fix}")
+        given = sides[:1] if isinstance(image_size, int) else sides
+        shown = " ".join(map(str, given))
+        fix = " ".join(str(max(unit, side // unit * unit)) for side in given)
+        raise ValueError(f"--image_size {shown}: does not divide by {unit}; give {fix}")
     config.check_side(max(sides) // unit)
     return (*frames, *(side // downscale for side in sides))
 

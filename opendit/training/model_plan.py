@@ -31,7 +31,7 @@ from opendit.models.auxiliary import AlignmentConfig
 from opendit.models.conditioning import TextConfig
 from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig, family_of, public_config
-from opendit.models.finetuning import Lora, check_same_blocks, check_targets, lora_layers
+from opendit.models.finetuning import Lora, check_same_blocks, check_targets, lora_layers, same_network
 from opendit.models.zoo import Weights, config_from_dict, model_config, model_shapes, of_revision
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.fsdp import Sharding
@@ -258,6 +258,8 @@ def check_pretrained(
     found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
+    if resumed and not same_network(found, config):  # for example FLUX.1-schnell, which has no guidance scale
+        raise ValueError(f"--pretrained {pretrained}: is another network than that of --load; give the run's own")
     notes += [*assumption(weights, found), *table_notes(found, weights.state, weights.path)]
     return weights, found, config
 

@@ -144,6 +144,9 @@ LINES = {
     "sample --guidance_scale 3": (
         "--guidance_scale: no such flag; here it is --cfg_scale (opendit sample --help all shows all)"
     ),
+    "sample --ckpt ./flux/model_index.json": (
+        "--ckpt ./flux/model_index.json: is a part of a pipeline; give its folder, flux"
+    ),
     "sample --ckpt pictures/note": (
         "--ckpt pictures/note: no checkpoint there; give a .safetensors or .pt file, a checkpoint folder or a run "
         "folder, or a pipeline"

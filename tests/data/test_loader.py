@@ -332,7 +332,9 @@ def test_bad_files_are_replaced_counted_and_told_once(workers):
 def test_too_many_bad_files_stop_the_run_after_a_hundred():
     data = Numbers(1000, bad=range(0, 1000, 10))
     iterator = build_loader(data, BatchSchedule(1000, 10, 0), dp_rank=0, dp_size=1, batch_size=10, num_workers=0)
-    with pytest.raises(DataError, match=r"files read so far can't be read, more than 5%: file\d+0: broken; .*"):
+    with pytest.raises(
+        DataError, match=r"files read so far can't be read, more than --max_bad 0.05: file\d+0: broken; .*"
+    ):
         for _ in range(100):
             next(iterator)
     assert 100 <= iterator.read < 112

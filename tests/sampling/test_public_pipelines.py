@@ -115,21 +115,26 @@ def test_pictures_are_those_of_diffusers(name, folders):
 
 def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path):
     output = tmp_path / "drawn"
-    flags = ["--ckpt", str(folders["flux"]), "--prompt", *PROMPTS, "--image_size", "64"]
+    flags = ["--ckpt", str(folders["flux"]), "--prompt", *PROMPTS, "--image_size", "48", "64"]
     sample.main([*flags, "--num_sampling_steps", "2", "--output", str(output), "--seed", "5"])
     assert len(list(output.glob("*.png"))) == len(PROMPTS) + 1  # and the grid
     pipe = opendit.load(folders["flux"])
-    expected = pipe(PROMPTS, steps=2, size=64, seed=5, progress=False)
+    expected = pipe(PROMPTS, steps=2, size=(48, 64), seed=5, progress=False)
     for number, picture in enumerate(expected):
         (file,) = output.glob(f"{number:06d}*.png")
         assert np.array_equal(np.asarray(Image.open(file)), np.asarray(picture))
 
 
 @pytest.mark.parametrize(
-    ("side", "fix"), [(50, "50: does not divide by 16; give 48"), (256, "16 patches along a side; the model has .* 8$")]
+    ("size", "fix"),
+    [
+        ("50", "50: does not divide by 16; give 48"),
+        ("48 50", "48 50: does not divide by 16; give 48 48"),
+        ("256", "16 patches along a side; the model has .* 8$"),
+    ],
 )
-def test_a_size_that_can_not_be_drawn_is_refused_before_the_text_is_encoded(folders, tmp_path, capsys, side, fix):
-    argv = ["--ckpt", str(folders["sd3"]), "--prompt", "fog", "--image_size", str(side), "--output", str(tmp_path)]
+def test_a_size_that_can_not_be_drawn_is_refused_before_the_text_is_encoded(folders, tmp_path, capsys, size, fix):
+    argv = ["--ckpt", str(folders["sd3"]), "--prompt", "fog", "--image_size", *size.split(), "--output", str(tmp_path)]
     with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
         patch.setattr(PublishedConditioner, "encode", lambda *_, **__: pytest.fail("the text is encoded"))
         sample.main(argv)

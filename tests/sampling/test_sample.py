@@ -98,6 +98,8 @@ def test_more_processes_than_samples(tmp_path, ckpt):
         ("--class_labels -1", "--class_labels -1: no class of the model; give labels from 0 to 4"),
         ("--class_labels 1 cot", "--class_labels 'cot': no such class; did you mean"),
         ("--image_size 16", "draws 8 x 8"),
+        ("--image_size 8 16", "draws 8 x 8"),
+        ("--image_size 8 8 8", "--image_size 8 8 8: is no size; give SIDE, or HEIGHT WIDTH"),
         ("--model DiT-S/2", "checkpoint of DiT-Ti/2"),
         ("--num_sampling_steps 2000", "--num_sampling_steps 2000: out of range; give a whole number from 1 to 1,000"),
         ("--mixed_precision fp16", "needs a GPU"),

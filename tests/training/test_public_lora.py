@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import opendit
 from opendit.checkpoint.foreign import open_published
@@ -94,6 +94,13 @@ def test_a_run_resumes_from_its_renamed_folder(folders, trained, tmp_path, capsy
     assert f"starting afresh; to resume {half}" in capsys.readouterr().out
     run(folders, "flux", tmp_path, *flags, "--load", str(half))
     assert losses(half) == losses(trained["flux"])
+    file = moved / "transformer/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"guidance_embeds": False}))
+    weights = file.with_name("diffusion_pytorch_model.safetensors")
+    save_file({name: value for name, value in load_file(weights).items() if "guidance" not in name}, weights)
+    with pytest.raises(SystemExit):
+        run(folders, "flux", tmp_path, *flags, "--load", str(half))
+    assert f"--pretrained {moved}: is another network than that of --load" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
