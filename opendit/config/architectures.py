@@ -104,12 +104,18 @@ def name_of_folder(path: str | Path) -> str | None:
             named = folder.resolve()
             inside = named.name in ("transformer", "transformer_2")
             return f"{family}/{folder_name(named.parent if inside else named)}"
+    stored = flags_of_run(path).get("model")
+    return stored if isinstance(stored, str) and family_in(stored) else None
+
+
+def flags_of_run(path: str | Path) -> dict[str, Any]:
+    """Return the flags with which the run of a run folder or checkpoint was started; {} for other paths."""
+    folder = Path(path).expanduser()
     for run in (folder, *folder.resolve().parents[:2]):
         flags = _read(run / RUN_CONFIG).get("flags")
-        stored = flags.get("model") if isinstance(flags, dict) else None
-        if isinstance(stored, str) and family_in(stored):
-            return stored
-    return None
+        if isinstance(flags, dict):
+            return flags
+    return {}
 
 
 def downscale_of_vae(vae: str) -> int | None:

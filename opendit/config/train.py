@@ -16,6 +16,7 @@ from opendit.config.architectures import (
     depth_and_heads,
     downscale_of_vae,
     family_in,
+    flags_of_run,
     is_video,
     name_of_folder,
     parse_given,
@@ -234,14 +235,19 @@ class TrainConfig(
             settings["pretrained"] = self._expert_of(folder)
         if "image_size" not in self.given:
             settings["image_size"] = PUBLIC[name.partition("/")[0]].image_size
-        named = set()  # flags that --pretrained sets
-        if (folder / "vae").is_dir() and "vae" not in self.given:
-            settings["vae"] = str(folder / "vae")
-            named.add("vae")
-        if (folder / "text_encoder").is_dir() and self.text_encoder is None:
-            settings["text_encoder"] = str(folder)
-            named.add("text_encoder")
-        return replace(self, **settings, given=self.given | named)
+        named = self._encoders_beside(folder)
+        return replace(self, **settings, **named, given=self.given | named.keys())
+
+    def _encoders_beside(self, folder: Path) -> dict[str, str]:
+        """Return --vae and --text_encoder of a public model, unless the user sets them: those in its pipeline's folder,
+        or those with which the run in ``folder`` was started."""
+        stored, named = flags_of_run(folder), {}
+        vae = str(folder / "vae") if (folder / "vae").is_dir() else stored.get("vae")
+        text = str(folder) if (folder / "text_encoder").is_dir() else stored.get("text_encoder")
+        for flag, path, unset in (("vae", vae, "vae" not in self.given), ("text_encoder", text, not self.text_encoder)):
+            if unset and isinstance(path, str) and Path(path).expanduser().is_dir():
+                named[flag] = path
+        return named
 
     def _resolve_frames(self) -> tuple["TrainConfig", list[str]]:
         """Set --num_frames to a number that a public model's VAE supports, unless the user sets it."""

@@ -85,7 +85,7 @@ def write_folders(root, families):
 
 
 def flags_of(folders, name, data="equal", *, load=False):
-    """Return a family's flags. With ``load``, they are for resuming without --pretrained."""
+    """Return a family's flags. With ``load``, they are for resuming; the run knows its base, VAE and text encoders."""
     folder = folders / name
     clips = "--use_video --num_frames 5 --image_size 32" if name == "wan" else "--image_size 64"
     found = (
@@ -93,8 +93,7 @@ def flags_of(folders, name, data="equal", *, load=False):
         "--warmup_steps 0 --lr 1e-3 --sample_every 0 --ckpt_every 0 --global_seed 5 --mixed_precision fp32 "
         "--label_drop 0.2 --max_text_tokens 48"
     )
-    start = f"--vae {folder}/vae --text_encoder {folder}" if load else f"--pretrained {folder}"
-    return [*found.split(), *start.split()]
+    return [*found.split(), *([] if load else ["--pretrained", str(folder)])]
 
 
 def run(folders, name, outputs, *more, steps=STEPS, data="equal", load=False):
