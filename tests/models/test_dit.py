@@ -169,7 +169,7 @@ def test_wrong_files_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="no state dict"):
         load_pretrained(tmp_path / "list.pt", "DiT-Ti/2")
     save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="does not say which model"):
+    with pytest.raises(ValueError, match="does not hold a DiT"):
         load_pretrained(tmp_path / "other.safetensors")
     with pytest.raises(FileNotFoundError, match="no checkpoint there"):
         load_pretrained(tmp_path / "nowhere")

@@ -123,6 +123,7 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         global_seed=SEED,
         recompute="none",
         grad_checkpoint=False,
+        checkpointed=False,
         recompute_blocks=None,
         lr=1e-4,
         weight_decay=0.0,
