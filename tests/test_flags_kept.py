@@ -19,6 +19,7 @@ NETS = ROOT / "tests" / "nets"
 LOST_OR_RENAMED: dict[tuple[str, str], str] = {}
 # (program, flag, "default", "choices" or "values"): why this changed.
 CHANGED: dict[tuple[str, str, str], str] = {
+    ("sample", "--image_size", "values"): "one side, or height and width; one is as before",
     ("sample", "--lora", "values"): "several, each with a weight; one path is as before",
     ("evaluation", "--lora", "values"): "as of sample.py",
     ("train", "--ema_warmup", "default"): "new runs warm the average up; --no_ema_warmup is as before",

@@ -381,7 +381,7 @@ def latent_size(
         raise ValueError(f"--vae {vae}: has {channels} channels, the model {config.in_channels}; name the model's VAE")
     pixels = (height * downscale, width * downscale)
     if image_size is not None and image_size != pixels[0] and _sides(image_size) != pixels:
-        shown = " ".join(map(str, _sides(image_size)))
+        shown = _shown(image_size)
         raise ValueError(f"--image_size {shown}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out")
     # Raises ValueError for frames that don't fill a patch.
     grid = config.grid_of((*frames, height, width))
@@ -396,6 +396,11 @@ def _sides(image_size: int | Sequence[int]) -> tuple[int, ...]:
     return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
 
 
+def _shown(image_size: int | Sequence[int]) -> str:
+    """Return the size as it was given: a list by the command line, a tuple from Python."""
+    return " ".join(map(str, image_size)) if isinstance(image_size, list) else str(image_size)
+
+
 def _any_size(
     config: PublicConfig, image_size: int | Sequence[int] | None, frames: tuple[int, ...], downscale: int
 ) -> tuple[int, ...]:
@@ -405,10 +410,9 @@ def _any_size(
         return (*frames, *config.input_size[-2:])
     sides, unit = _sides(image_size), downscale * config.patch[-1]
     if any(side % unit for side in sides):
-        given = sides[:1] if isinstance(image_size, int) else sides
-        shown = " ".join(map(str, given))
-        fix = " ".join(str(max(unit, side // unit * unit)) for side in given)
-        raise ValueError(f"--image_size {shown}: does not divide by {unit}; give {fix}")
+        near = [max(unit, side // unit * unit) for side in sides]
+        fix = near[0] if isinstance(image_size, int) else near if isinstance(image_size, list) else tuple(near)
+        raise ValueError(f"--image_size {_shown(image_size)}: does not divide by {unit}; give {_shown(fix)}")
     config.check_side(max(sides) // unit)
     return (*frames, *(side // downscale for side in sides))
 

@@ -167,7 +167,7 @@ def test_a_strange_index_is_not_overwritten(pictures, codec, tmp_path):
 
 
 def test_too_many_unreadable_files_stop_without_an_index(pictures, codec, tmp_path):
-    with pytest.raises(DataError, match=r"1 of the 45 files.*more than 1%.*21\.png"):
+    with pytest.raises(DataError, match=r"1 of the 45 files.*more than --max_bad 0.01.*21\.png"):
         make(pictures, codec, tmp_path, max_bad=0.01)
     assert not (tmp_path / "index.json").exists()
     with pytest.raises(ValueError, match="unfinished latents"):
