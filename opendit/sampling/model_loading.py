@@ -393,7 +393,7 @@ def latent_size(
 
 def _sides(image_size: int | Sequence[int]) -> tuple[int, ...]:
     """Return height and width. image_size: see :func:`latent_size`."""
-    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    return tuple(image_size) if isinstance(image_size, Sequence) else (image_size, image_size)
 
 
 def _shown(image_size: int | Sequence[int]) -> str:
@@ -411,7 +411,8 @@ def _any_size(
     sides, unit = _sides(image_size), downscale * config.patch[-1]
     if any(side % unit for side in sides):
         near = [max(unit, side // unit * unit) for side in sides]
-        fix = near[0] if isinstance(image_size, int) else near if isinstance(image_size, list) else tuple(near)
+        of_both = near if isinstance(image_size, list) else tuple(near)
+        fix = of_both if isinstance(image_size, Sequence) else near[0]
         raise ValueError(f"--image_size {_shown(image_size)}: does not divide by {unit}; give {_shown(fix)}")
     config.check_side(max(sides) // unit)
     return (*frames, *(side // downscale for side in sides))

@@ -240,6 +240,7 @@ def test_callback_sees_every_step_and_can_end_it(weights, capsys):
         ),
         ("classes", {"sampler": "heun"}, "sampler heun: not for a model of objective ddpm; give ddpm or"),
         ("classes", {"size": 16}, "size 16: .* draws 8 x 8; leave it out"),
+        ("classes", {"size": np.int64(16)}, "size 16: .* draws 8 x 8; leave it out"),
         ("classes", {"size": (8, 4)}, r"size \(8, 4\)"),
         ("classes", {"frames": 3}, "frames: .* draws pictures; leave it out"),
         ("classes", {"negative": "x"}, "negative: .* is conditioned on classes"),
